@@ -1,0 +1,15 @@
+"""The one way to write an audit row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from controlplane.access.models import AuditEntry
+from controlplane.access.roles import Actor
+
+
+def record(*, actor: Actor, action: str, target: str, **detail: Any) -> None:
+    """Write who did what to which thing. Call it inside the transaction of the change; never pass a secret."""
+    AuditEntry.objects.create(
+        actor=actor.name, actor_kind=actor.kind, address=actor.address, action=action, target=target, detail=detail
+    )

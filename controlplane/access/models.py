@@ -1,0 +1,53 @@
+"""API keys (digest only) and the audit trail. Users and groups are Django's own; a group named after a role grants it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from django.db import models
+
+from controlplane.access.roles import Role
+
+
+class ApiKey(models.Model):
+    """A key for the OpenAI endpoint (scope inference) or for REST and CLI (scope manage). The key itself is never stored."""
+
+    id = models.CharField(primary_key=True, max_length=16)
+    """Public part, shown in lists and logs: the key begins with `tdm-<id>-`."""
+    name = models.CharField(max_length=100)
+    digest = models.CharField(max_length=64, unique=True)
+    scope = models.CharField(max_length=16, choices=[("inference", "inference"), ("manage", "manage")])
+    role = models.PositiveSmallIntegerField(default=Role.VIEWER, choices=[(r.value, r.label) for r in Role])
+    """What a manage key may do; no meaning for inference keys."""
+    models_allowed = models.JSONField(default=list, blank=True)
+    """Served names; empty: all."""
+    created_by = models.CharField(max_length=150)
+    created_at = models.DateTimeField(auto_now_add=True)
+    expires_at = models.DateTimeField(null=True, blank=True)
+    revoked_at = models.DateTimeField(null=True, blank=True)
+    last_used_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        ordering: ClassVar = ["-created_at"]
+
+    def __str__(self) -> str:
+        return f"{self.id} ({self.name})"
+
+
+class AuditEntry(models.Model):
+    """One change by one actor. Written in the transaction of the change, never altered."""
+
+    at = models.DateTimeField(auto_now_add=True, db_index=True)
+    actor = models.CharField(max_length=150)
+    actor_kind = models.CharField(max_length=16)
+    address = models.CharField(max_length=64, blank=True)
+    action = models.CharField(max_length=64, db_index=True)
+    """noun.verb: `deployment.scale`, `key.create`."""
+    target = models.CharField(max_length=200)
+    detail = models.JSONField(default=dict)
+
+    class Meta:
+        ordering: ClassVar = ["-at", "-id"]
+
+    def __str__(self) -> str:
+        return f"{self.at:%F %T} {self.actor} {self.action} {self.target}"

@@ -1,0 +1,22 @@
+"""The web process: pages and REST by Django, the live channel by Channels."""
+
+from __future__ import annotations
+
+import os
+
+from channels.auth import AuthMiddlewareStack
+from channels.routing import ProtocolTypeRouter, URLRouter
+from channels.security.websocket import AllowedHostsOriginValidator
+from django.core.asgi import get_asgi_application
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
+_http = get_asgi_application()
+
+from controlplane.live import websocket_urls  # noqa: E402  (needs the app registry)
+
+application = ProtocolTypeRouter(
+    {
+        "http": _http,
+        "websocket": AllowedHostsOriginValidator(AuthMiddlewareStack(URLRouter(websocket_urls))),
+    }
+)

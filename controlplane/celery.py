@@ -1,0 +1,36 @@
+"""The controller's Celery app: reconcile on a beat, hastened by changes. The beat alone suffices."""
+
+from __future__ import annotations
+
+import os
+
+from celery import Celery
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
+
+from controlplane.fleet import config
+
+RECONCILE_EVERY = 1.0
+
+app = Celery("tandem")
+app.conf.update(
+    broker_url=config.load().redis_url or "redis://127.0.0.1:6379/0",
+    broker_connection_retry_on_startup=True,
+    broker_transport_options={"global_keyprefix": "tandem:control:", "socket_keepalive": True},
+    task_default_queue="control",
+    task_ignore_result=True,
+    task_serializer="json",
+    accept_content=["json"],
+    worker_enable_remote_control=False,
+    worker_send_task_events=False,
+    worker_hijack_root_logger=False,
+    timezone="UTC",
+    beat_schedule={
+        "reconcile": {
+            "task": "controlplane.reconcile",
+            "schedule": RECONCILE_EVERY,
+            "options": {"expires": 5},
+        },
+    },
+)
+app.autodiscover_tasks(["controlplane.deployments"])

