@@ -1,0 +1,88 @@
+"""README and ARCHITECTURE are held to the code. `python tests/test_docs.py` writes the generated parts anew."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+from controlplane.fleet import config, lifecycle, wire
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def lifecycle_part() -> str:
+    return f"```mermaid\n{lifecycle.mermaid()}\n```"
+
+
+def limits_part() -> str:
+    rows = [f"| {state} | {limit.seconds:g} s | {limit.awaits} |" for state, limit in lifecycle.LIMITS.items()]
+    return "\n".join(["| waiting state | at most | awaits |", "|---|---|---|", *rows])
+
+
+def config_part() -> str:
+    defaults = config.Config()
+    rows = []
+    for variable in config.VARIABLES:
+        default = getattr(defaults, variable.field)
+        shown = "" if variable.secret or default == "" else f"`{int(default) if isinstance(default, bool) else default}`"
+        name = f"`{variable.name}`" + (", or a file: `…_FILE`" if variable.secret else "")
+        rows.append(f"| {name} | {shown} | {variable.help} |")
+    return "\n".join(["| variable | default | |", "|---|---|---|", *rows])
+
+
+PARTS = {
+    ("ARCHITECTURE.md", "lifecycle"): lifecycle_part,
+    ("ARCHITECTURE.md", "limits"): limits_part,
+    ("README.md", "config"): config_part,
+}
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(<!-- {name}:begin -->\n)(.*?)(\n?<!-- {name}:end -->)", re.DOTALL)
+
+
+def test_generated_parts_are_those_of_the_code() -> None:
+    for (page, name), make in PARTS.items():
+        found = _pattern(name).search((ROOT / page).read_text())
+        assert found, f"{page} has lost its {name} markers"
+        assert found[2] == make(), f"{page}: run `python tests/test_docs.py`"
+
+
+def test_the_fleet_file_in_architecture_is_one_the_router_takes() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    example = re.search(r"<!-- fleet:begin -->\n```json\n(.*?)```", text, re.DOTALL)
+    assert example
+    snapshot = wire.decode(example[1], wire.FleetSnapshot)
+    assert [e.role for e in snapshot.deployments[0].engines] == ["prefill", "decode"]
+    assert snapshot.keys[0].digest
+
+
+def test_every_dependency_has_its_reason() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = (ROOT / "ARCHITECTURE.md").read_text().lower()
+    section = text[text.index("## dependencies") : text.index("## decisions")]
+    wanted = project["dependencies"] + project["optional-dependencies"]["dev"]
+    missing = [
+        name for requirement in wanted if (name := re.split(r"[\[=]", requirement.lower())[0]) not in section
+    ]
+    assert not missing
+
+
+def test_every_make_target_is_explained_in_the_readme() -> None:
+    targets = re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    readme = (ROOT / "README.md").read_text()
+    assert {"up", "test", "check", "bench", "soak", "clean", "help"} <= set(targets)
+    assert not [target for target in targets if f"make {target}" not in readme]
+
+
+def test_readme_links_lead_somewhere() -> None:
+    for page in ("README.md", "ARCHITECTURE.md"):
+        for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", (ROOT / page).read_text()):
+            assert (ROOT / link).exists(), f"{page}: {link}"
+
+
+if __name__ == "__main__":
+    for (page, name), make in PARTS.items():
+        path = ROOT / page
+        path.write_text(_pattern(name).sub(lambda m, make=make: m[1] + make() + "\n" + m[3].lstrip("\n"), path.read_text()))
