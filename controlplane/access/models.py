@@ -51,3 +51,14 @@ class AuditEntry(models.Model):
 
     def __str__(self) -> str:
         return f"{self.at:%F %T} {self.actor} {self.action} {self.target}"
+
+
+class FailedLogin(models.Model):
+    """One wrong password of the last minutes; see `login`."""
+
+    at = models.DateTimeField(auto_now_add=True, db_index=True)
+    username = models.CharField(max_length=150)
+    address = models.CharField(max_length=64)
+
+    def __str__(self) -> str:
+        return f"{self.username} from {self.address}"

@@ -1,0 +1,27 @@
+"""`manage.py jointoken`: a one-time token with which one agent may join, shown once."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError
+
+from controlplane.access.roles import SYSTEM
+from controlplane.fleet.errors import TandemError
+from controlplane.nodes import services
+
+
+class Command(BaseCommand):
+    help = "Create a join token for one node. The token alone goes to stdout, once; only its digest is kept."
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("--hours", type=int, default=1, help="how long it may be used (default: 1)")
+
+    def handle(self, *, hours: int, **options: Any) -> None:
+        try:
+            token = services.create_join_token(actor=SYSTEM, hours=hours)
+        except TandemError as error:
+            raise CommandError(error.message) from None
+        self.stderr.write(f"Join token, good once within {hours} h:", self.style.NOTICE)
+        self.stdout.write(token)
