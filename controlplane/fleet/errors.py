@@ -51,8 +51,14 @@ class NotFound(TandemError):
 
 
 class Conflict(TandemError):
+    """`generation`: the present one of the deployment that changed meanwhile."""
+
     code = "conflict"
     status = 409
+
+    def __init__(self, message: str, *, field: str | None = None, generation: int | None = None) -> None:
+        super().__init__(message, field=field)
+        self.generation = generation
 
 
 class IllegalTransition(TandemError):
