@@ -17,12 +17,14 @@ A node's Redis user may touch only `tandem:node:<node>:*` (its Celery queue has 
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
 
+from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.model import EngineAssignment, NodeFacts, Observation, Role
 
 SNAPSHOT_KEY = "tandem:snapshot"
@@ -59,6 +61,54 @@ def log_key(node: str, engine: str, attempt: int) -> str:
 def queue_name(node: str) -> str:
     """The node's Celery queue (its Redis key gets `node_prefix` in front, by kombu's `global_keyprefix`)."""
     return f"node.{node}"
+
+
+_NODE_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
+
+
+def checked_node_name(name: str) -> str:
+    """The name, if it may be a node's: it becomes part of Redis keys, an ACL pattern and folder names.
+
+    Raises `InvalidInput` for any other.
+    """
+    if not _NODE_NAME.fullmatch(name) or ".." in name:
+        raise InvalidInput(
+            "name: use 1 to 63 lower-case letters, digits, dots and hyphens, beginning and ending with a letter or digit",
+            field="name",
+        )
+    return name
+
+
+def node_name_of_host(hostname: str) -> str:
+    """The node name that an agent takes when none is set: the host name with every other character made a hyphen."""
+    name = re.sub(r"[.-]*\.[.-]*", ".", re.sub(r"[^a-z0-9.-]", "-", hostname.lower()))[:63].strip(".-")
+    return name or "node"
+
+
+def acl_user(node: str) -> str:
+    """Name of the node's Redis user."""
+    return f"node.{node}"
+
+
+_ACL_COMMANDS = (
+    "auth", "hello", "ping", "select", "echo",  # the connection
+    "get", "set", "del", "exists", "expire", "pexpire", "xadd",  # plan, report, logs
+    "brpop", "rpop", "lpush", "rpush", "llen", "hset", "hget", "hdel", "hlen", "sadd", "srem", "smembers",  # kombu: queue
+    "zadd", "zrem", "zrange", "zrevrangebyscore", "zrangebyscore", "time",  # kombu: messages taken and not acknowledged
+    "multi", "exec", "discard", "watch", "unwatch", "evalsha", "script|load",  # kombu: its transactions and its lock
+)  # fmt: skip
+
+
+def acl_rules(node: str) -> list[str]:
+    """What a node's Redis user may do, as arguments of `ACL SETUSER <acl_user> reset on #<sha256 of password> …`.
+
+    Commands are named one by one: whole categories would hold SCAN, which shows every key's name whatever the key patterns
+    say. There is no publish and no subscribe, because the agent's worker uses no broadcast. Scripts run under these rules too.
+
+    Raises `InvalidInput` for a name that could widen the key pattern.
+    """
+    prefix = node_prefix(checked_node_name(node))
+    return ["resetkeys", f"~{prefix}*", "resetchannels", "-@all", *(f"+{command}" for command in _ACL_COMMANDS)]
 
 
 def router_key(router: str) -> str:

@@ -1,0 +1,129 @@
+"""A node's Redis user on a real Valkey: its Celery worker lives within `wire.acl_rules`, and nothing else opens."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import redis
+from celery import Celery
+
+from controlplane.fleet import wire
+from controlplane.fleet.errors import InvalidInput
+from workers.app import WakeWorker, make_app
+
+PASSWORD = "of-node-x"
+
+
+def join(admin: redis.Redis, node: str) -> str:
+    """Makes the node's Redis user as the control plane does; returns the node's URL."""
+    digest = hashlib.sha256(PASSWORD.encode()).hexdigest()
+    admin.execute_command("ACL", "SETUSER", wire.acl_user(node), "reset", "on", f"#{digest}", *wire.acl_rules(node))
+    server = admin.get_connection_kwargs()
+    return f"redis://{wire.acl_user(node)}:{PASSWORD}@{server['host']}:{server['port']}/0"
+
+
+@pytest.fixture
+def admin(redis_url: str) -> Iterator[redis.Redis]:
+    client = redis.Redis.from_url(redis_url)
+    client.execute_command("ACL", "LOG", "RESET")
+    yield client
+    client.execute_command("ACL", "DELUSER", wire.acl_user("x"))
+
+
+def denied(admin: redis.Redis) -> list[str]:
+    """What the server refused, as `object`; redis-py's library name (whose refusal it ignores) left out."""
+    entries = admin.acl_log()
+    return [entry["object"] for entry in entries if entry["object"] != "client|setinfo"]
+
+
+def test_a_task_gets_through_within_the_rules(admin: redis.Redis, redis_url: str) -> None:
+    node_url = join(admin, "x")
+    woken, asked = threading.Event(), threading.Event()
+    worker = WakeWorker("x", node_url, woken.set, asked.set)
+    worker.start()
+    try:
+        controller: Celery = make_app("x", redis_url)
+        controller.send_task(wire.APPLY_PLAN_TASK, expires=wire.PLAN_TASK_EXPIRES)
+        controller.send_task(wire.REPORT_NOW_TASK, args=[1], kwargs={"of": "a newer version"})
+        assert woken.wait(20)
+        assert asked.wait(20)
+    finally:
+        worker.stop()
+    assert denied(admin) == []
+    strangers = [key for key in admin.keys() if not key.startswith(wire.node_prefix("x").encode())]
+    assert strangers == []
+
+
+def test_an_unacknowledged_message_is_restored_within_the_rules(admin: redis.Redis, redis_url: str) -> None:
+    """kombu's lock and restore scripts run under the node's user too."""
+    app = make_app("x", join(admin, "x"))
+    make_app("x", redis_url).send_task(wire.APPLY_PLAN_TASK)
+    with app.connection() as connection, connection.channel() as channel:
+        queue = app.amqp.queues[wire.queue_name("x")](channel)
+        queue.declare()
+        message = queue.get()
+        assert message is not None
+        channel.visibility_timeout = -1
+        channel.qos.restore_visible()
+        assert (again := queue.get()) is not None
+        again.ack()
+    assert denied(admin) == []
+
+
+FOREIGN: list[tuple[str, Callable[[redis.Redis], object]]] = [
+    ("another node's plan", lambda r: r.get(wire.plan_key("y"))),
+    ("a node whose name begins alike", lambda r: r.get(wire.plan_key("xy"))),
+    ("the snapshot with every secret", lambda r: r.get(wire.SNAPSHOT_KEY)),
+    ("writing another node's report", lambda r: r.set(wire.report_key("y"), "{}")),
+    ("all keys by name", lambda r: r.keys("*")),
+    ("all keys by cursor", lambda r: r.scan(0)),
+    ("a random key", lambda r: r.randomkey()),
+    ("emptying the database", lambda r: r.flushdb()),
+    ("the server's settings", lambda r: r.config_get("requirepass")),
+    ("the users", lambda r: r.acl_list()),
+    ("other clients", lambda r: r.client_list()),
+    ("what others ask", lambda r: r.execute_command("MONITOR")),
+    ("a foreign channel", lambda r: r.publish("tandem:snapshot", "1")),
+    ("a foreign key from a script", lambda r: r.eval("return redis.call('get', 'tandem:snapshot')", 0)),
+]
+
+
+@pytest.mark.parametrize("attempt", [pytest.param(do, id=name) for name, do in FOREIGN])
+def test_everything_else_is_refused(admin: redis.Redis, attempt: Callable[[redis.Redis], object]) -> None:
+    client = redis.Redis.from_url(join(admin, "x"))
+    client.set(wire.report_key("x"), "{}")
+    assert client.get(wire.report_key("x")) == b"{}"
+    with pytest.raises(redis.exceptions.NoPermissionError):
+        attempt(client)
+
+
+def test_a_loaded_script_cannot_reach_further_than_its_user(admin: redis.Redis) -> None:
+    client = redis.Redis.from_url(join(admin, "x"))
+    admin.set(wire.SNAPSHOT_KEY, "secret")
+    script = client.script_load("return redis.call('get', ARGV[1])")
+    with pytest.raises(redis.exceptions.ResponseError, match=r"(?i)permission"):
+        client.evalsha(script, 0, wire.SNAPSHOT_KEY)
+
+
+@pytest.mark.parametrize("name", ["", "*", "x*", "x:log", "[a-z]", "X", "a b", "-x", "x..y", "x" * 64, "노드", "x\n"])
+def test_names_that_would_widen_the_pattern_are_refused(name: str) -> None:
+    with pytest.raises(InvalidInput, match="name"):
+        wire.acl_rules(name)
+
+
+@pytest.mark.parametrize(
+    ("hostname", "name"),
+    [
+        ("GPU-Box_1", "gpu-box-1"),
+        ("a.example.org", "a.example.org"),
+        ("노드", "node"),
+        ("서버-7", "7"),
+        ("x..y", "x.y"),
+    ],
+)
+def test_every_host_name_gives_a_node_name(hostname: str, name: str) -> None:
+    assert wire.node_name_of_host(hostname) == name
+    assert wire.checked_node_name(name) == name
