@@ -13,3 +13,9 @@ def record(*, actor: Actor, action: str, target: str, **detail: Any) -> None:
     AuditEntry.objects.create(
         actor=actor.name, actor_kind=actor.kind, address=actor.address, action=action, target=target, detail=detail
     )
+
+
+def entries(*, limit: int = 50, before: int | None = None) -> list[AuditEntry]:
+    """The newest rows, or those older than the row `before`; newest first."""
+    rows = AuditEntry.objects.order_by("-pk")
+    return list(rows.filter(pk__lt=before)[:limit] if before else rows[:limit])

@@ -23,16 +23,18 @@ PAUSE = timedelta(minutes=5)
 class ThrottledBackend(ModelBackend):
     """Django's password check behind a count of recent failures, kept in the database: all web processes share it."""
 
-    def authenticate(self, request: HttpRequest | None, **credentials: Any) -> User | None:
+    def authenticate(
+        self, request: HttpRequest | None, username: str | None = None, password: str | None = None, **kwargs: Any
+    ) -> User | None:
         """The user, or None. Raises `PermissionDenied` (which Django's `authenticate` answers with None) during a pause."""
         who = {
-            "username": str(credentials.get("username") or "")[:150],
+            "username": (username or "")[:150],
             "address": str(request.META.get("REMOTE_ADDR", ""))[:64] if request else "",
         }
         FailedLogin.objects.filter(at__lt=timezone.now() - PAUSE).delete()
         if FailedLogin.objects.filter(**who).count() >= FAILURES:
             raise PermissionDenied
-        user = super().authenticate(request, **credentials)
+        user = super().authenticate(request, username=username, password=password, **kwargs)
         if user is None:
             FailedLogin.objects.create(**who)
         else:

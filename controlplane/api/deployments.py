@@ -1,0 +1,161 @@
+"""Routes of deployments: what is wanted, and what became of it. Views parse, call one service or query, and answer."""
+
+from __future__ import annotations
+
+from django.urls import path
+from drf_spectacular.utils import extend_schema
+from rest_framework.renderers import JSONRenderer
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from controlplane.api import requests, resources
+from controlplane.api.documents import JSONParser, YAMLParser, YAMLRenderer
+from controlplane.api.schema import CHANGES, DOCUMENT
+from controlplane.api.view import IF_MATCH, ApiView, etag, telling_generation
+from controlplane.deployments import queries, services
+from controlplane.fleet.errors import InvalidInput
+from controlplane.fleet.model import Role
+from controlplane.fleet.spec import document
+
+BOTH_FORMS = {"application/json": DOCUMENT, "application/yaml": DOCUMENT}
+
+
+def _answer(name: str, status: int = 200) -> Response:
+    row = queries.deployment_row(name)
+    return etag(Response(resources.DeploymentResource(row).data, status=status), row.deployment.generation)
+
+
+class Deployments(ApiView):
+    parser_classes = (JSONParser, YAMLParser)
+
+    @extend_schema(operation_id="listDeployments", responses=resources.DeploymentList)
+    def get(self, request: Request) -> Response:
+        return Response(resources.DeploymentList({"items": queries.deployment_rows()}).data)
+
+    @extend_schema(operation_id="createDeployment", request=BOTH_FORMS, responses={201: resources.DeploymentResource})
+    def post(self, request: Request) -> Response:
+        """One that cannot be placed yet is accepted too: its condition says what it waits for."""
+        deployment = services.create(actor=self.actor, document=self.body)
+        return _answer(deployment.name, 201)
+
+
+class DeploymentDetail(ApiView):
+    parser_classes = (JSONParser, YAMLParser)
+    renderer_classes = (JSONRenderer, YAMLRenderer)
+
+    @extend_schema(
+        operation_id="getDeployment",
+        responses={(200, "application/json"): resources.DeploymentResource, (200, "application/yaml"): DOCUMENT},
+    )
+    def get(self, request: Request, name: str) -> Response:
+        """As YAML (`?format=yaml` or `Accept`): just the document, in the form that PUT takes."""
+        if request.accepted_renderer.format == "yaml":
+            row = queries.deployment_row(name)
+            return etag(Response(document(row.spec)), row.deployment.generation)
+        return _answer(name)
+
+    @extend_schema(
+        operation_id="applyDeployment",
+        request=BOTH_FORMS,
+        parameters=[IF_MATCH, requests.DryRun],
+        responses={200: resources.AppliedResource, 201: resources.AppliedResource},
+    )
+    def put(self, request: Request, name: str) -> Response:
+        """Make the deployment what the document says: create it, change it, or leave it alone."""
+        dry_run: bool = self.query(requests.DryRun)["dry_run"]
+        wanted = {"name": name, **self.body}
+        if wanted["name"] != name:
+            raise InvalidInput(f"name: the document says {wanted['name']!r}, the URL {name!r}", field="name")
+        with telling_generation(name):
+            applied = services.apply(actor=self.actor, document=wanted, generation=self.generation(), dry_run=dry_run)
+        row = None if dry_run or applied.deployment is None else queries.deployment_row(name)
+        answer = {
+            "dry_run": dry_run,
+            "created": applied.created,
+            "changes": applied.changes,
+            "needs_new_engines": applied.needs_new_engines,
+            "deployment": row,
+        }
+        response = Response(resources.AppliedResource(answer).data, status=201 if row and applied.created else 200)
+        return etag(response, row.deployment.generation) if row else response
+
+    @extend_schema(
+        operation_id="changeDeployment",
+        request={"application/json": CHANGES, "application/yaml": CHANGES},
+        parameters=[IF_MATCH],
+        responses=resources.DeploymentResource,
+    )
+    def patch(self, request: Request, name: str) -> Response:
+        with telling_generation(name):
+            services.patch(actor=self.actor, name=name, changes=self.body, generation=self.generation())
+        return _answer(name)
+
+    @extend_schema(operation_id="deleteDeployment", responses={202: resources.DeletingResource})
+    def delete(self, request: Request, name: str) -> Response:
+        services.delete(actor=self.actor, name=name)
+        sentence = "Being deleted: its engines finish their requests and end."
+        return Response(resources.DeletingResource({"name": name, "sentence": sentence}).data, status=202)
+
+
+class DeploymentScale(ApiView):
+    @extend_schema(
+        operation_id="scaleDeployment",
+        request=requests.Scale,
+        parameters=[IF_MATCH],
+        responses=resources.DeploymentResource,
+    )
+    def post(self, request: Request, name: str) -> Response:
+        wanted = self.checked(requests.Scale)
+        with telling_generation(name):
+            services.scale(
+                actor=self.actor,
+                name=name,
+                role=Role(wanted["role"]),
+                replicas=wanted["replicas"],
+                generation=self.generation(),
+            )
+        return _answer(name)
+
+
+class DeploymentEngines(ApiView):
+    @extend_schema(operation_id="listEngines", responses=resources.EngineList)
+    def get(self, request: Request, name: str) -> Response:
+        return Response(resources.EngineList({"items": queries.deployment_row(name).engines}).data)
+
+
+class DeploymentEvents(ApiView):
+    @extend_schema(operation_id="listDeploymentEvents", parameters=[requests.Page], responses=resources.EventPage)
+    def get(self, request: Request, name: str) -> Response:
+        """Also of a deployment that was deleted: history outlives it."""
+        return event_page(self, deployment=name)
+
+
+class Events(ApiView):
+    @extend_schema(operation_id="listEvents", parameters=[requests.Page], responses=resources.EventPage)
+    def get(self, request: Request) -> Response:
+        return event_page(self, deployment=None)
+
+
+def event_page(view: ApiView, *, deployment: str | None) -> Response:
+    page = view.query(requests.Page)
+    items = list(queries.events(deployment=deployment, limit=page["limit"], before=page["before"]))
+    following = items[-1].id if len(items) == page["limit"] else None
+    return Response(resources.EventPage({"items": items, "next": following}).data)
+
+
+class DeploymentRevisions(ApiView):
+    @extend_schema(operation_id="listRevisions", responses=resources.RevisionList)
+    def get(self, request: Request, name: str) -> Response:
+        revisions = queries.deployment_row(name).deployment.revisions.order_by("-number")
+        return Response(resources.RevisionList({"items": revisions}).data)
+
+
+routes = [
+    path("deployments", Deployments.as_view()),
+    path("deployments/<str:name>", DeploymentDetail.as_view()),
+    path("deployments/<str:name>/scale", DeploymentScale.as_view()),
+    path("deployments/<str:name>/engines", DeploymentEngines.as_view()),
+    path("deployments/<str:name>/events", DeploymentEvents.as_view()),
+    path("deployments/<str:name>/revisions", DeploymentRevisions.as_view()),
+    path("events", Events.as_view()),
+]

@@ -1,0 +1,94 @@
+"""The one place where an exception becomes an HTTP answer, always of this shape:
+
+    {"error": {"code": "invalid_input", "message": "…", "field": "pools.decode.replicas", "retryable": false}}
+
+A conflict over a changed deployment also tells its present `generation`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from django.core.exceptions import PermissionDenied, RequestDataTooBig
+from django.db import OperationalError
+from django.http import Http404
+from rest_framework import exceptions
+from rest_framework.response import Response
+from rest_framework.views import set_rollback
+
+from controlplane.fleet.errors import Conflict, TandemError, Unavailable
+
+logger = logging.getLogger(__name__)
+
+_CODES = {
+    400: "invalid_input",
+    401: "unauthenticated",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    406: "not_acceptable",
+    413: "too_large",
+    415: "unsupported_media_type",
+    429: "too_many_requests",
+}
+
+
+class TooLarge(exceptions.APIException):
+    status_code = 413
+
+
+def envelope(
+    code: str, message: str, *, field: str | None = None, retryable: bool = False, generation: int | None = None
+) -> dict[str, Any]:
+    error: dict[str, Any] = {"code": code, "message": message, "field": field, "retryable": retryable}
+    if generation is not None:
+        error["generation"] = generation
+    return {"error": error}
+
+
+def handler(error: Exception, context: dict[str, Any]) -> Response:
+    """DRF's `EXCEPTION_HANDLER`. What nobody foresaw is logged with its trace and answered without its text."""
+    set_rollback()
+    if isinstance(error, OperationalError):
+        logger.warning("the database did not answer: %s", error)
+        error = Unavailable("the database is busy or away; try again in a moment")
+    if isinstance(error, TandemError):
+        if error.status >= 500 and not error.retryable:
+            logger.error("a service failed", exc_info=error)
+        generation = error.generation if isinstance(error, Conflict) else None
+        body = envelope(error.code, error.message, field=error.field, retryable=error.retryable, generation=generation)
+        return Response(body, status=error.status)
+    if isinstance(error, Http404):
+        error = exceptions.NotFound()
+    elif isinstance(error, PermissionDenied):
+        error = exceptions.PermissionDenied()
+    elif isinstance(error, RequestDataTooBig):
+        error = TooLarge("the body is too large")
+    if isinstance(error, exceptions.APIException):
+        return _of_framework(error)
+    logger.error("a view failed", exc_info=error)
+    return Response(envelope("internal_error", "this is a defect of Tandem; its log has the trace"), status=500)
+
+
+def _of_framework(error: exceptions.APIException) -> Response:
+    field, message = _first(error.detail)
+    code = _CODES.get(error.status_code, "internal_error")
+    headers = {}
+    if challenge := getattr(error, "auth_header", None):
+        headers["WWW-Authenticate"] = challenge
+    body = envelope(code, f"{field}: {message}" if field else message, field=field)
+    return Response(body, status=error.status_code, headers=headers)
+
+
+def _first(detail: Any, path: str = "") -> tuple[str | None, str]:
+    """The first complaint of DRF's nested details, with its dotted field."""
+    if isinstance(detail, dict) and detail:
+        name, inner = next(iter(detail.items()))
+        if name == "non_field_errors":
+            return _first(inner, path)
+        return _first(inner, f"{path}.{name}" if path else str(name))
+    if isinstance(detail, list) and detail:
+        found = next((item for item in detail if item), "")
+        return _first(found, path)
+    return path or None, str(detail)

@@ -1,0 +1,80 @@
+"""Routes of nodes: what is there, who may join. `join` is the one route without a login; its one-time token is the proof."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from django.urls import path
+from drf_spectacular.utils import extend_schema
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from controlplane.api import requests, resources
+from controlplane.api.view import ApiView
+from controlplane.nodes import queries, services
+
+
+class Nodes(ApiView):
+    @extend_schema(operation_id="listNodes", responses=resources.NodeList)
+    def get(self, request: Request) -> Response:
+        return Response(resources.NodeList({"items": queries.node_rows()}).data)
+
+
+class NodeDetail(ApiView):
+    @extend_schema(operation_id="getNode", responses=resources.NodeResource)
+    def get(self, request: Request, name: str) -> Response:
+        return Response(resources.NodeResource(queries.node_row(name)).data)
+
+    @extend_schema(operation_id="removeNode", responses={204: None})
+    def delete(self, request: Request, name: str) -> Response:
+        """Take the node's access away and forget it."""
+        services.remove(actor=self.actor, name=name)
+        return Response(status=204)
+
+
+class NodeCordon(ApiView):
+    @extend_schema(operation_id="cordonNode", request=None, responses=resources.NodeResource)
+    def post(self, request: Request, name: str) -> Response:
+        """Give the node no new engines; those it runs go on."""
+        services.cordon(actor=self.actor, name=name)
+        return Response(resources.NodeResource(queries.node_row(name)).data)
+
+
+class NodeUncordon(ApiView):
+    @extend_schema(operation_id="uncordonNode", request=None, responses=resources.NodeResource)
+    def post(self, request: Request, name: str) -> Response:
+        services.uncordon(actor=self.actor, name=name)
+        return Response(resources.NodeResource(queries.node_row(name)).data)
+
+
+class NodeJoin(ApiView):
+    authentication_classes = ()
+    permission_classes = ()
+
+    @extend_schema(operation_id="joinNode", auth=[], request=requests.Join, responses=resources.JoinedResource)
+    def post(self, request: Request) -> Response:
+        """Called by the agent. Unknown, used and expired tokens are refused alike; a known name keeps its identity."""
+        wanted = self.checked(requests.Join)
+        host = urlsplit(f"//{request.get_host()}").hostname or "127.0.0.1"
+        joined = services.join(token=wanted["token"], name=wanted["name"], redis_host=host)
+        return Response(resources.JoinedResource(joined).data)
+
+
+class JoinTokens(ApiView):
+    @extend_schema(
+        operation_id="createJoinToken", request=requests.JoinToken, responses={201: resources.JoinTokenResource}
+    )
+    def post(self, request: Request) -> Response:
+        hours: int = self.checked(requests.JoinToken)["hours"]
+        token = services.create_join_token(actor=self.actor, hours=hours)
+        return Response(resources.JoinTokenResource({"token": token, "hours": hours}).data, status=201)
+
+
+routes = [
+    path("nodes", Nodes.as_view()),
+    path("nodes/join", NodeJoin.as_view()),
+    path("nodes/<str:name>", NodeDetail.as_view()),
+    path("nodes/<str:name>/cordon", NodeCordon.as_view()),
+    path("nodes/<str:name>/uncordon", NodeUncordon.as_view()),
+    path("join-tokens", JoinTokens.as_view()),
+]

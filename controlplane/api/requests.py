@@ -1,0 +1,62 @@
+"""What REST takes besides the deployment document: bodies and query parameters. Unknown fields are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rest_framework import serializers
+
+from controlplane.api.resources import ACCESS_ROLES
+from controlplane.fleet.model import Role
+from controlplane.fleet.spec import MAX_REPLICAS
+from controlplane.fleet.wire import LOG_MAXLEN, Scope
+
+
+class _Strict(serializers.Serializer[Any]):
+    def to_internal_value(self, data: Any) -> Any:
+        if unknown := sorted(set(data) - set(self.fields)):
+            known = ", ".join(self.fields)
+            raise serializers.ValidationError({unknown[0]: f"there is no such field; there are: {known}"})
+        return super().to_internal_value(data)
+
+
+class Scale(_Strict):
+    role = serializers.ChoiceField(list(Role))
+    replicas = serializers.IntegerField(min_value=0, max_value=MAX_REPLICAS)
+
+
+class DryRun(serializers.Serializer[Any]):
+    dry_run = serializers.BooleanField(default=False, help_text="1: answer what would change, change nothing.")
+
+
+class Page(serializers.Serializer[Any]):
+    limit = serializers.IntegerField(default=50, min_value=1, max_value=500)
+    before = serializers.IntegerField(default=None, min_value=1, help_text="`next` of the page before.")
+
+
+class LogTail(serializers.Serializer[Any]):
+    lines = serializers.IntegerField(default=1000, min_value=1, max_value=LOG_MAXLEN)
+    attempt = serializers.IntegerField(default=None, min_value=1, help_text="Default: the newest.")
+
+
+class LogFollow(serializers.Serializer[Any]):
+    attempt = serializers.IntegerField(min_value=1)
+    cursor = serializers.CharField(default="", max_length=64, help_text="Of the answer before; empty: from the start.")
+    wait = serializers.FloatField(default=15, min_value=0, max_value=25, help_text="Seconds to wait for a new line.")
+
+
+class Join(_Strict):
+    token = serializers.CharField(max_length=200)
+    name = serializers.CharField(max_length=63)
+
+
+class JoinToken(_Strict):
+    hours = serializers.IntegerField(default=1, min_value=1, max_value=168)
+
+
+class NewKey(_Strict):
+    name = serializers.CharField(max_length=100)
+    scope = serializers.ChoiceField(list(Scope))
+    role = serializers.ChoiceField(ACCESS_ROLES, default=None, help_text="Manage keys only; default: viewer.")
+    models = serializers.ListField(child=serializers.CharField(max_length=200), default=list, max_length=100)
+    expires_at = serializers.DateTimeField(default=None)

@@ -1,0 +1,229 @@
+"""What REST answers: one serializer per resource. None of them reads a secret or a digest.
+
+Rows come from the queries of `deployments` and `nodes`; shapes of `fleet` are shown as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from drf_spectacular.utils import extend_schema_field
+from rest_framework import serializers
+
+from controlplane.access.models import ApiKey
+from controlplane.access.roles import Role as AccessRole
+from controlplane.access.services import MANAGE
+from controlplane.api import schema
+from controlplane.fleet.lifecycle import State
+from controlplane.fleet.model import Role
+from controlplane.fleet.spec import document
+from controlplane.fleet.status import Status
+from controlplane.fleet.wire import Scope
+
+ACCESS_ROLES = [(role.label, role.label) for role in AccessRole]
+
+
+class _Struct(serializers.Field[Any, Any, Any, Any]):
+    """A msgspec struct as it is."""
+
+    def to_representation(self, value: Any) -> Any:
+        return msgspec.to_builtins(value, str_keys=True)
+
+
+@extend_schema_field(schema.DOCUMENT)
+class DocumentField(serializers.Field[Any, Any, Any, Any]):
+    def to_representation(self, value: Any) -> Any:
+        return document(value)
+
+
+@extend_schema_field(schema.OBSERVATION)
+class ObservationField(_Struct):
+    pass
+
+
+@extend_schema_field(schema.NODE_FACTS)
+class NodeFactsField(_Struct):
+    pass
+
+
+class Counts(serializers.DictField):
+    """Engines per pool."""
+
+    child = serializers.IntegerField()
+
+
+class ConditionResource(serializers.Serializer[Any]):
+    status = serializers.ChoiceField(list(Status))
+    sentence = serializers.CharField(help_text="What is, what is awaited, what happens next.")
+    ready = Counts()
+    wanted = Counts()
+
+
+class EngineResource(serializers.Serializer[Any]):
+    id = serializers.CharField(source="engine.id")
+    name = serializers.CharField(help_text="Short name inside its deployment.")
+    role = serializers.ChoiceField(list(Role), source="engine.role")
+    state = serializers.ChoiceField(list(State))
+    reason = serializers.CharField()
+    since = serializers.DateTimeField()
+    attempt = serializers.IntegerField(source="engine.attempt")
+    failures = serializers.IntegerField(source="engine.failures", help_text="Failed attempts in a row.")
+    node = serializers.CharField(source="node_name", allow_null=True)
+    gpus = serializers.ListField(child=serializers.IntegerField(), source="engine.gpus")
+    runtime = serializers.CharField(source="engine.runtime", help_text="sim, cpu or gpu; empty until placed.")
+    in_flight = serializers.IntegerField(allow_null=True, help_text="Requests now, as the routers count them.")
+    observation = ObservationField(help_text="What its node's agent saw last.")
+
+
+class EngineList(serializers.Serializer[Any]):
+    items = EngineResource(many=True)
+
+
+class DeploymentResource(serializers.Serializer[Any]):
+    name = serializers.CharField(source="deployment.name")
+    served_name = serializers.CharField(source="deployment.served_name")
+    generation = serializers.IntegerField(source="deployment.generation")
+    created_at = serializers.DateTimeField(source="deployment.created_at")
+    updated_at = serializers.DateTimeField(source="deployment.updated_at")
+    document = DocumentField(source="spec", help_text="The intent: what PUT takes.")
+    condition = ConditionResource()
+    notices = serializers.ListField(child=serializers.CharField())
+    engines = EngineResource(many=True)
+
+
+class DeploymentList(serializers.Serializer[Any]):
+    items = DeploymentResource(many=True)
+
+
+class ChangeResource(serializers.Serializer[Any]):
+    field = serializers.CharField()
+    old = serializers.JSONField(allow_null=True)
+    new = serializers.JSONField(allow_null=True)
+
+
+class AppliedResource(serializers.Serializer[Any]):
+    dry_run = serializers.BooleanField()
+    created = serializers.BooleanField()
+    changes = ChangeResource(many=True)
+    needs_new_engines = serializers.BooleanField(help_text="The change cannot reach running engines.")
+    deployment = DeploymentResource(allow_null=True, help_text="Null in a dry run.")
+
+
+class DeletingResource(serializers.Serializer[Any]):
+    name = serializers.CharField()
+    sentence = serializers.CharField()
+
+
+class EventResource(serializers.Serializer[Any]):
+    id = serializers.IntegerField()
+    at = serializers.DateTimeField()
+    deployment = serializers.CharField(source="deployment_name")
+    engine = serializers.CharField(source="engine_id")
+    node = serializers.CharField(source="node_name")
+    kind = serializers.CharField()
+    old_state = serializers.CharField()
+    new_state = serializers.CharField()
+    message = serializers.CharField()
+    actor = serializers.CharField()
+
+
+class EventPage(serializers.Serializer[Any]):
+    items = EventResource(many=True)
+    next = serializers.IntegerField(allow_null=True, help_text="Pass as `before` for the next page; null: the end.")
+
+
+class RevisionResource(serializers.Serializer[Any]):
+    number = serializers.IntegerField()
+    created_at = serializers.DateTimeField()
+    created_by = serializers.CharField()
+    document = serializers.SerializerMethodField()
+
+    @extend_schema_field(schema.DOCUMENT)
+    def get_document(self, revision: Any) -> Any:
+        return revision.spec
+
+
+class RevisionList(serializers.Serializer[Any]):
+    items = RevisionResource(many=True)
+
+
+class LogResource(serializers.Serializer[Any]):
+    attempt = serializers.IntegerField()
+    current_attempt = serializers.IntegerField(help_text="Higher than `attempt`: the engine was started anew since.")
+    lines = serializers.ListField(child=serializers.CharField(trim_whitespace=False))
+    cursor = serializers.CharField(help_text="Pass to `follow` for what comes after these lines.")
+
+
+class NodeResource(serializers.Serializer[Any]):
+    name = serializers.CharField(source="node.name")
+    address = serializers.CharField(source="node.address")
+    status = serializers.CharField(help_text="reporting, silent, lost or never reported.")
+    age_seconds = serializers.FloatField(allow_null=True, help_text="Since its last report came.")
+    cordoned = serializers.BooleanField(source="node.cordoned")
+    engines = serializers.IntegerField()
+    joined_at = serializers.DateTimeField(source="node.joined_at")
+    facts = NodeFactsField()
+
+
+class NodeList(serializers.Serializer[Any]):
+    items = NodeResource(many=True)
+
+
+class JoinedResource(serializers.Serializer[Any]):
+    name = serializers.CharField()
+    redis_url = serializers.CharField(help_text="Holds the node's own password: keep it in a file of mode 0600.")
+
+
+class JoinTokenResource(serializers.Serializer[Any]):
+    token = serializers.CharField(help_text="Shown this once.")
+    hours = serializers.IntegerField()
+
+
+class KeyResource(serializers.Serializer[Any]):
+    id = serializers.CharField()
+    name = serializers.CharField()
+    scope = serializers.ChoiceField(list(Scope))
+    role = serializers.SerializerMethodField(help_text="Null for inference keys.")
+    models = serializers.ListField(
+        child=serializers.CharField(), source="models_allowed", help_text="Served names; empty: all."
+    )
+    created_by = serializers.CharField()
+    created_at = serializers.DateTimeField()
+    expires_at = serializers.DateTimeField(allow_null=True)
+    revoked_at = serializers.DateTimeField(allow_null=True)
+    last_used_at = serializers.DateTimeField(allow_null=True)
+
+    @extend_schema_field(serializers.ChoiceField(ACCESS_ROLES, allow_null=True))
+    def get_role(self, key: ApiKey) -> str | None:
+        return AccessRole(key.role).label if key.scope == MANAGE else None
+
+
+class NewKeyResource(KeyResource):
+    key = serializers.CharField(help_text="The key itself, shown this once.")
+
+
+class KeyList(serializers.Serializer[Any]):
+    items = KeyResource(many=True)
+
+
+class AuditResource(serializers.Serializer[Any]):
+    id = serializers.IntegerField()
+    at = serializers.DateTimeField()
+    actor = serializers.CharField()
+    actor_kind = serializers.CharField()
+    address = serializers.CharField()
+    action = serializers.CharField()
+    target = serializers.CharField()
+    detail = serializers.DictField()
+
+
+class AuditPage(serializers.Serializer[Any]):
+    items = AuditResource(many=True)
+    next = serializers.IntegerField(allow_null=True, help_text="Pass as `before` for the next page; null: the end.")
+
+
+class MeResource(serializers.Serializer[Any]):
+    name = serializers.CharField()
+    kind = serializers.ChoiceField(["user", "key"])
+    role = serializers.ChoiceField(ACCESS_ROLES)
