@@ -15,7 +15,8 @@ class Deployment(models.Model):
     """One served model as the user wants it. Written by `services` alone."""
 
     name = models.CharField(max_length=40, unique=True)
-    served_name = models.CharField(max_length=200, unique=True)
+    served_name = models.CharField(max_length=200)
+    """What clients send as `model`; unique among deployments that are not being deleted."""
     intent = models.JSONField()
     """`fleet.spec.document` of the wanted DeploymentSpec, replicas and routing included."""
     generation = models.PositiveIntegerField(default=1)
@@ -27,6 +28,11 @@ class Deployment(models.Model):
 
     class Meta:
         ordering: ClassVar = ["name"]
+        constraints: ClassVar = [
+            models.UniqueConstraint(
+                fields=["served_name"], condition=models.Q(deleting_since=None), name="served_name_once_among_active"
+            )
+        ]
 
     def __str__(self) -> str:
         return self.name
@@ -78,7 +84,7 @@ class Engine(models.Model):
     """Failed attempts in a row; 0 after it has been ready for a while."""
     node = models.ForeignKey(Node, null=True, blank=True, on_delete=models.SET_NULL, related_name="engines")
     gpus = models.JSONField(default=list)
-    """GPU indexes on its node."""
+    """GPU indexes on its node (kept, like the node, until it is placed anew)."""
     runtime = models.CharField(max_length=8, blank=True)
     """sim, cpu or gpu, chosen when placed."""
     memory_fraction = models.FloatField(null=True, blank=True)
@@ -87,6 +93,10 @@ class Engine(models.Model):
     """The engine's own API key; never shown, never logged."""
     observation = models.JSONField(null=True, blank=True)
     """Newest `fleet.model.Observation` of this attempt as builtins."""
+    ready_at = models.DateTimeField(null=True, blank=True)
+    """When this attempt first became ready; None: it never was."""
+    left_version = models.BigIntegerField(null=True, blank=True)
+    """First snapshot version without it, set when it drains."""
     created_at = models.DateTimeField(auto_now_add=True)
 
     class Meta:
@@ -144,11 +154,26 @@ class Event(models.Model):
 
 
 class Lease(models.Model):
-    """Who may run a loop now: taken by a conditional update, never waited for."""
+    """Who may run a loop now (taken by a conditional update, never waited for), and how steadily the loop has run."""
 
     name = models.CharField(primary_key=True, max_length=32)
     holder = models.CharField(max_length=64, blank=True)
     until = models.DateTimeField(null=True, blank=True)
+    stepped_at = models.DateTimeField(null=True, blank=True)
+    """The last whole step."""
+    resumed_at = models.DateTimeField(null=True, blank=True)
+    """The first step after the last pause: no silence and no limit is counted from before it."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.holder}"
+
+
+class Published(models.Model):
+    """What was last published under a name (`snapshot`). The version rises only when the content changes."""
+
+    name = models.CharField(primary_key=True, max_length=32)
+    version = models.BigIntegerField(default=0)
+    digest = models.CharField(max_length=64, blank=True)
+
+    def __str__(self) -> str:
+        return f"{self.name} v{self.version}"

@@ -23,7 +23,10 @@ class Node(models.Model):
     """Newest plan published to it."""
     plan_digest = models.CharField(max_length=64, blank=True)
     """Of that plan's engines, so that an unchanged plan is not published again."""
+    plan_sent_at = models.DateTimeField(null=True, blank=True)
+    """When that plan was last stored in Redis; None: it was not, and is to be."""
     applied_generation = models.BigIntegerField(default=0)
+    """Newest plan its agent has taken in."""
     redis_digest = models.CharField(max_length=64, blank=True)
     """SHA-256 of its Redis password, from which its Redis user can be made again."""
     joined_at = models.DateTimeField(auto_now_add=True)
