@@ -1,0 +1,120 @@
+"""Users: their role, the first administrator, and passwords that are guessed too often."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from io import StringIO
+from typing import Any
+
+import pytest
+from django.contrib.auth import authenticate
+from django.contrib.auth.models import AnonymousUser, Group, User
+from django.core.management import CommandError, call_command
+from django.test import RequestFactory
+from django.utils import timezone
+
+from controlplane.access import services
+from controlplane.access.actors import actor_of, role_of
+from controlplane.access.login import FAILURES, PAUSE
+from controlplane.access.models import AuditEntry, FailedLogin
+from controlplane.access.roles import SYSTEM, Actor, Role
+from controlplane.fleet.errors import Forbidden
+
+pytestmark = pytest.mark.django_db
+
+
+@pytest.fixture(autouse=True)
+def quick_hash(settings: Any) -> None:
+    settings.PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "superuser", "role"),
+    [
+        ((), False, Role.VIEWER),
+        (("operator",), False, Role.OPERATOR),
+        (("viewer", "admin"), False, Role.ADMIN),
+        (("staff-of-floor-3",), False, Role.VIEWER),
+        ((), True, Role.ADMIN),
+    ],
+)
+def test_groups_named_after_a_role_grant_it(groups: tuple[str, ...], superuser: bool, role: Role) -> None:
+    user = User.objects.create(username="u", is_superuser=superuser)
+    user.groups.set([Group.objects.create(name=name) for name in groups])
+    assert role_of(user) is role
+
+
+def test_an_actor_is_a_user_or_a_manage_key_and_never_anonymous() -> None:
+    request = RequestFactory().get("/", REMOTE_ADDR="10.1.2.3")
+    request.user = User.objects.create(username="ada", is_superuser=True)
+    assert actor_of(request) == Actor("ada", Role.ADMIN, "user", "10.1.2.3")
+    manage, _ = services.create_key(actor=SYSTEM, name="ci", scope="manage", role=Role.OPERATOR)
+    request.auth = manage  # type: ignore[attr-defined]
+    assert actor_of(request) == Actor(f"ci ({manage.id})", Role.OPERATOR, "key", "10.1.2.3")
+    request.auth, _ = services.create_key(actor=SYSTEM, name="app", scope="inference")  # type: ignore[attr-defined]
+    with pytest.raises(Forbidden):
+        actor_of(request)
+    del request.auth  # type: ignore[attr-defined]
+    request.user = AnonymousUser()
+    with pytest.raises(Forbidden):
+        actor_of(request)
+
+
+def test_the_first_admin_is_made_once_and_reset_on_demand() -> None:
+    out, err = StringIO(), StringIO()
+    call_command("createadmin", stdout=out, stderr=err)
+    password = out.getvalue().strip()
+    assert len(password) == 24
+    assert password not in err.getvalue()
+    admin = User.objects.get(username="admin")
+    assert admin.is_superuser
+    assert admin.check_password(password)
+    with pytest.raises(CommandError, match="--reset"):
+        call_command("createadmin", stdout=StringIO(), stderr=StringIO())
+    admin.refresh_from_db()
+    assert admin.check_password(password)
+    renewed = StringIO()
+    call_command("createadmin", "--reset", stdout=renewed, stderr=StringIO())
+    admin.refresh_from_db()
+    assert not admin.check_password(password)
+    assert admin.check_password(renewed.getvalue().strip())
+    assert [entry.action for entry in AuditEntry.objects.all()] == ["user.reset", "user.create"]
+    assert password not in repr(list(AuditEntry.objects.values()))
+
+
+def test_createkey_prints_the_key_alone() -> None:
+    out = StringIO()
+    call_command(
+        "createkey", "--scope", "inference", "--name", "app", "--model", "a/b", "--expires", "1d", stdout=out,
+        stderr=StringIO(),
+    )  # fmt: skip
+    key = services.authenticate_key(out.getvalue().strip())
+    assert key is not None
+    assert key.models_allowed == ["a/b"]
+    assert key.expires_at is not None
+    with pytest.raises(CommandError, match="only manage keys"):
+        call_command("createkey", "--scope", "inference", "--name", "app", "--role", "admin", stdout=StringIO())
+
+
+def sign_in(password: str, address: str = "10.0.0.1") -> Any:
+    request = RequestFactory().post("/login/", REMOTE_ADDR=address)
+    return authenticate(request, username="ada", password=password)
+
+
+def test_guessing_a_password_pauses_that_user_at_that_address() -> None:
+    User.objects.create_user("ada", password="right")
+    for _ in range(FAILURES):
+        assert sign_in("wrong") is None
+    assert sign_in("right") is None
+    assert sign_in("right", address="10.0.0.2") is not None
+    FailedLogin.objects.update(at=timezone.now() - PAUSE - timedelta(seconds=1))
+    assert sign_in("right") is not None
+    assert not FailedLogin.objects.exists()
+
+
+def test_a_right_password_forgets_the_wrong_ones() -> None:
+    User.objects.create_user("ada", password="right")
+    for _ in range(FAILURES - 1):
+        sign_in("wrong")
+    assert sign_in("right") is not None
+    assert not FailedLogin.objects.exists()
