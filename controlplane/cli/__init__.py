@@ -1,0 +1,46 @@
+"""`tandem`: the command line. It talks to REST and knows nothing of Django or the database, so that it starts at once and
+runs anywhere. The key comes from TANDEM_API_KEY or TANDEM_API_KEY_FILE, never from an argument.
+
+Exit codes: 0 done, 1 refused or failed (one sentence on stderr), 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from controlplane.cli import commands
+from controlplane.cli.arguments import parser
+from controlplane.cli.client import Client
+from controlplane.fleet import config
+from controlplane.fleet.errors import InvalidInput, TandemError
+
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = parser().parse_args(argv)
+    try:
+        settings = config.load()
+        if not settings.api_key:
+            raise InvalidInput("set TANDEM_API_KEY_FILE (or TANDEM_API_KEY) to a key with the scope manage")
+    except InvalidInput as error:
+        return _complain(error.message, USAGE)
+    try:
+        with Client(settings.url, settings.api_key) as client:
+            return commands.COMMANDS[arguments.command](client, arguments)
+    except TandemError as error:
+        named = error.field and error.field not in error.message
+        return _complain(f"{error.field}: {error.message}" if named else error.message, FAILED)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe, `| head`, has gone: no trace at interpreter exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+
+
+def _complain(sentence: str, code: int) -> int:
+    print(f"tandem: {sentence}", file=sys.stderr)
+    return code

@@ -1,0 +1,7 @@
+"""`python -m controlplane.cli`: the same as `tandem`."""
+
+import sys
+
+from controlplane.cli import main
+
+sys.exit(main())

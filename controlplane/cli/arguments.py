@@ -1,0 +1,74 @@
+"""The grammar of `tandem`. argparse answers wrong usage itself, with exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+
+from controlplane.fleet.spec import MAX_REPLICAS
+from controlplane.fleet.wire import LOG_MAXLEN, Scope
+
+KINDS = ("deployments", "nodes", "keys", "events")
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="tandem",
+        description="Deploy and watch disaggregated LLM serving.",
+        epilog="TANDEM_URL names the control plane; TANDEM_API_KEY or TANDEM_API_KEY_FILE hold a key with the scope manage.",
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    apply = commands.add_parser("apply", help="make deployments what a YAML file says")
+    apply.add_argument(
+        "-f", "--file", required=True, metavar="FILE", help="YAML, one document or more; -: standard input"
+    )
+    apply.add_argument("--dry-run", action="store_true", help="show what would change, change nothing")
+
+    get = commands.add_parser("get", help="show deployments, nodes, keys or events")
+    get.add_argument("kind", choices=KINDS, metavar="|".join(KINDS))
+    get.add_argument("name", nargs="?", metavar="NAME", help="only this one (events: of this deployment)")
+    get.add_argument("-o", "--output", choices=("table", "yaml", "json"), default="table")
+
+    scale = commands.add_parser("scale", help="change the replicas of a deployment's pools")
+    scale.add_argument("name", metavar="NAME")
+    for role in ("prefill", "decode", "aggregated"):
+        scale.add_argument(f"--{role}", type=_between(0, MAX_REPLICAS), metavar="N")
+
+    logs = commands.add_parser("logs", help="show the log of an engine, or of all engines of a deployment")
+    logs.add_argument("target", metavar="ENGINE|DEPLOYMENT", help="an engine's id, NAME/decode-0, or a deployment")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on with new lines, also of later attempts")
+    logs.add_argument("--attempt", type=_between(1, 1 << 31), metavar="N", help="default: the newest")
+    logs.add_argument(
+        "--lines", type=_between(1, LOG_MAXLEN), default=200, metavar="N", help="of the past (default: 200)"
+    )
+
+    delete = commands.add_parser("delete", help="delete a deployment; its engines finish their requests first")
+    delete.add_argument("name", metavar="NAME")
+
+    keys = commands.add_parser("keys", help="create and revoke API keys").add_subparsers(
+        dest="action", required=True, metavar="create|revoke"
+    )
+    create = keys.add_parser("create", help="the key alone goes to standard output, this once")
+    create.add_argument("--name", required=True, help="who uses it")
+    create.add_argument("--scope", choices=list(Scope), default=Scope.INFERENCE)
+    create.add_argument("--role", choices=("viewer", "operator", "admin"), help="of a manage key (default: viewer)")
+    create.add_argument("--model", action="append", default=[], metavar="SERVED_NAME", help="repeatable; default: all")
+    create.add_argument("--expires", default="", metavar="WHEN", help="30d, 12h or 2030-01-31T12:00Z; default: never")
+    revoke = keys.add_parser("revoke", help="end a key for ever")
+    revoke.add_argument("id", metavar="ID", help="tdm-ID-…: the part in the middle")
+
+    token = commands.add_parser("join-token", help="a one-time token with which a node joins")
+    token.add_argument("--hours", type=_between(1, 168), default=1, metavar="N", help="good for so long (default: 1)")
+    return top
+
+
+class _between:
+    """argparse type: a whole number from low to high."""
+
+    def __init__(self, low: int, high: int) -> None:
+        self.low, self.high = low, high
+
+    def __call__(self, text: str) -> int:
+        if not text.isascii() or not text.isdigit() or not self.low <= int(text) <= self.high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {self.low} to {self.high}")
+        return int(text)

@@ -1,0 +1,137 @@
+"""What each command of `tandem` does: call REST, print the answer. Results go to stdout, remarks to stderr."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from controlplane.access.expiry import parse_expiry
+from controlplane.cli import tables
+from controlplane.cli.client import Client, Refused
+from controlplane.cli.logs import show_logs
+from controlplane.fleet.errors import InvalidInput
+
+
+def apply(client: Client, arguments: argparse.Namespace) -> int:
+    """Every document is sent, also after one was refused; any refusal makes the exit code 1."""
+    refused = 0
+    for document in _documents(arguments.file):
+        name = document["name"]
+        query = {"dry_run": "1"} if arguments.dry_run else {}
+        try:
+            answer = client.call("PUT", "deployments", name, body=document, **query)
+        except Refused as error:
+            refused += 1
+            print(f"tandem: {name}: {error.message}", file=sys.stderr)
+        else:
+            print("\n".join(_applied(name, answer)))
+    return 1 if refused else 0
+
+
+def _documents(file: str) -> list[dict[str, Any]]:
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text()
+        documents = [document for document in yaml.safe_load_all(text) if document is not None]
+    except OSError as error:
+        raise InvalidInput(f"{file}: {error.strerror}", field="-f") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{file} is not YAML: {' '.join(str(error).split())}", field="-f") from None
+    if not documents:
+        raise InvalidInput(f"{file} holds no document", field="-f")
+    for number, document in enumerate(documents, 1):
+        if not isinstance(document, dict) or not isinstance(document.get("name"), str) or not document["name"]:
+            raise InvalidInput(f"{file}, document {number}: name is missing; nothing was sent", field="name")
+    return documents
+
+
+def _applied(name: str, answer: dict[str, Any]) -> list[str]:
+    would = "would be " if answer["dry_run"] else ""
+    if answer["created"]:
+        return [f"{name}: {would}created"]
+    if not answer["changes"]:
+        return [f"{name}: unchanged"]
+    engines = "; its engines start anew" if answer["needs_new_engines"] else ""
+    changes = [f"  {c['field']}: {_short(c['old'])} -> {_short(c['new'])}" for c in answer["changes"]]
+    return [f"{name}: {would}changed{engines}", *changes]
+
+
+def _short(value: Any) -> str:
+    return str(yaml.safe_dump(value, default_flow_style=True, width=10_000)).removesuffix("\n...\n").strip()
+
+
+def get(client: Client, arguments: argparse.Namespace) -> int:
+    kind, name = arguments.kind, arguments.name
+    if kind == "events":
+        answer = client.call("GET", "deployments", name, "events") if name else client.call("GET", "events")
+    elif kind == "keys" or name is None:
+        answer = client.call("GET", kind)
+        if name is not None:
+            answer["items"] = [key for key in answer["items"] if name in (key["id"], key["name"])]
+            if not answer["items"]:
+                raise Refused(f"there is no key {name}", status=404)
+    else:
+        answer = {"items": [client.call("GET", kind, name)]}
+    tables.show(kind, answer["items"], arguments.output, single=name is not None and kind != "events")
+    return 0
+
+
+def scale(client: Client, arguments: argparse.Namespace) -> int:
+    wanted = {role: getattr(arguments, role) for role in ("prefill", "decode", "aggregated")}
+    wanted = {role: replicas for role, replicas in wanted.items() if replicas is not None}
+    if not wanted:
+        raise InvalidInput("say which pool: --prefill N, --decode N or --aggregated N")
+    for role, replicas in wanted.items():
+        body = {"role": role, "replicas": replicas}
+        client.call("POST", "deployments", arguments.name, "scale", body=body)
+        print(f"{arguments.name}: {role} scaled to {replicas}")
+    return 0
+
+
+def delete(client: Client, arguments: argparse.Namespace) -> int:
+    answer = client.call("DELETE", "deployments", arguments.name)
+    print(f"{answer['name']}: {answer['sentence']}")
+    return 0
+
+
+def keys(client: Client, arguments: argparse.Namespace) -> int:
+    if arguments.action == "revoke":
+        key = client.call("DELETE", "keys", arguments.id)
+        print(f"{key['id']} ({key['name']}): revoked")
+        return 0
+    expires = parse_expiry(arguments.expires)
+    body = {"name": arguments.name, "scope": arguments.scope, "models": arguments.model}
+    if arguments.role:
+        body["role"] = arguments.role
+    if expires:
+        body["expires_at"] = expires.isoformat()
+    key = client.call("POST", "keys", body=body)
+    print(f"Key {key['id']} ({key['name']}), shown this once:", file=sys.stderr)
+    print(key["key"])
+    return 0
+
+
+def join_token(client: Client, arguments: argparse.Namespace) -> int:
+    answer = client.call("POST", "join-tokens", body={"hours": arguments.hours})
+    print(
+        f"On the node, within {answer['hours']} h, with this token in TANDEM_JOIN_TOKEN:\n"
+        f"  python -m workers --join {client.url}",
+        file=sys.stderr,
+    )
+    print(answer["token"])
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Client, argparse.Namespace], int]] = {
+    "apply": apply,
+    "get": get,
+    "scale": scale,
+    "logs": show_logs,
+    "delete": delete,
+    "keys": keys,
+    "join-token": join_token,
+}
