@@ -1,0 +1,62 @@
+# One home for the commands a person types. `make` alone lists them.
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.PHONY: help up test check bench soak clean product dev parts postgres
+
+# Any Python from 3.11 on; name one yourself with `make up PYTHON=/path/to/python`.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+RUN := .venv/bin/python
+# Cheap ones first: a failure shows early.
+SUITE := tests/fleet tests/test_docs.py tests/workers tests/frontend_api tests/contract tests/controlplane tests/up tests/flows \
+	tests/browser
+
+help: ## list these
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null \
+		|| sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1   \2/p' Makefile
+
+up: product ## serve a real model, disaggregated (RUNTIME=sim: stand-in engines, within seconds)
+	@exec $(RUN) -m controlplane.up
+
+test: dev parts ## checks and tests, real vLLM and NIXL included, as CI does
+	@$(MAKE) --no-print-directory check
+	$(RUN) -m pytest --maxfail=10 -m "not real and not gpu" $(SUITE)
+	@$(MAKE) --no-print-directory postgres
+	$(RUN) -m pytest --maxfail=10 -m "real$$(command -v nvidia-smi >/dev/null && echo ' or gpu')" tests
+
+check: dev ## ruff, mypy, import rules, missing migrations
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	.venv/bin/lint-imports
+	$(RUN) manage.py makemigrations --check --dry-run
+
+bench: dev ## measure the router
+	$(RUN) -m pytest tests/bench -s
+
+soak: dev ## the flows (mixed load, restarts, kills) again and again (SOAK_SECONDS=600)
+	@end=$$(($$(date +%s) + $${SOAK_SECONDS:-600})); \
+		while [ $$(date +%s) -lt $$end ]; do $(RUN) -m pytest tests/flows -q -x || exit 1; done
+
+clean: ## remove the virtual environment and caches of this checkout, never the state folder
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info test-results
+	find . -name __pycache__ -not -path './.tandem/*' -prune -exec rm -rf {} +
+
+product dev:
+	@test -n "$(PYTHON)" || { echo 'Tandem needs Python 3.11 or newer and found none: install it (Debian, Ubuntu:' \
+		'`apt-get install python3 python3-venv`), or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python' >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'Tandem needs Python 3.11 or newer, and' \
+		'$(PYTHON) is older or does not run: name another one, make $(MAKECMDGOALS) PYTHON=/path/to/python' >&2; exit 1; }
+	@exec $(PYTHON) controlplane/up/bootstrap.py $(filter dev,$@)
+
+parts:
+	@missing=; \
+	command -v chromium >/dev/null || missing="$$missing chromium"; \
+	command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || missing="$$missing postgresql"; \
+	test -n "$$missing" || exit 0; \
+	if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
+		echo "The tests need$$missing. As root: apt-get install$$missing" >&2; exit 1; \
+	fi; \
+	echo "Installing$$missing"; \
+	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null

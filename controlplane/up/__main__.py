@@ -1,0 +1,329 @@
+"""`python -m controlplane.up`: the stages of `make up`, one after the other, and the way back down.
+
+Everything waits in this one thread. The first Ctrl-C (or SIGTERM, SIGHUP) raises `Stop` wherever it waits, and all is stopped
+in order; the second one ends everything at once.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+
+import httpx
+import msgspec
+import redis
+
+from controlplane.fleet import config as settings
+from controlplane.fleet.config import Config
+from controlplane.fleet.errors import Conflict, InvalidInput, TandemError, Unavailable
+from controlplane.up import preflight, redis_server
+from controlplane.up.demo import NAME, QUESTION, Answer, Demo
+from controlplane.up.first_start import Prepared
+from controlplane.up.programs import Program, environment, programs, reachable, supervisord
+from controlplane.up.screen import Line, Screen
+from controlplane.up.state import StateFolder
+from controlplane.up.supervisor import Supervisor, tail
+from controlplane.up.watch import Watch
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+START_SECONDS = 90.0
+"""Within this a program must answer, or the start is given up."""
+OPEN_FILES = 65_536
+
+
+class Stop(BaseException):
+    """Somebody asked for the end. Not an `Exception`: nothing on the way may take it for an error."""
+
+
+class Up:
+    def __init__(self, config: Config, screen: Screen) -> None:
+        self.config = config
+        self.screen = screen
+        self.state = StateFolder(config.home_path())
+        self.supervisor = Supervisor(self.state)
+        self.programs: tuple[Program, ...] = ()
+        self.environment: dict[str, str] = {}
+        self.redis_url = config.redis_url
+        self.web = f"http://{reachable(config.bind)}:{config.web_port}"
+        self.openai = f"http://{reachable(config.bind)}:{config.openai_port}"
+
+    def start(self) -> None:
+        """From nothing to programs that answer. Raises `TandemError` with a sentence that says what to do."""
+        self.look_around()
+        self.configure()
+        self.supervise()
+        self.watch = Watch(self.supervisor, self.programs, self.screen, self.revive)
+        self.start_redis()
+        self.prepare_database()
+        for program in self.programs:
+            if program.name not in ("redis", "agent"):
+                self.supervisor.begin(program.name)
+        self.answering("web", f"{self.web}/api/schema/")
+        self.screen.stage("Dashboard", self.web)
+        self.answering("router", f"{self.openai}/health")
+        self.screen.stage("Router", f"{self.openai}/v1")
+        self.supervisor.begin("agent")  # now there is somebody to join
+        self.watch.look()
+
+    def look_around(self) -> None:
+        screen, config, state = self.screen, self.config, self.state
+        screen.stage("Tandem", f"{version('tandem')}, Python {platform.python_version()}, state in {state.home}")
+        state.prepare()
+        state.lock()
+        _refuse(preflight.machine(config))
+        screen.working("Looking for what an earlier run left behind")
+        if found := self.supervisor.sweep(programs(config, state, sys.executable, None, ""), engines_stay=True):
+            screen.say(
+                f"An earlier run had not stopped: ended its {', '.join(found)}. Its engines are adopted.", "yellow"
+            )
+        _refuse(preflight.ports(config, redis_server.listen_addresses(config.bind, ())))
+        screen.stage(
+            "Preflight", f"ports {config.web_port} and {config.openai_port} of {config.bind}, disk and memory are free"
+        )
+
+    def configure(self) -> None:
+        """Decide on Redis and write what the programs will read."""
+        config, state = self.config, self.state
+        embedded = None
+        if not config.redis_url:
+            embedded = redis_server.choose(config, state)
+            self.redis_url = embedded.url
+            if embedded.moved_from:
+                self.screen.say(
+                    f"Redis moves to port {embedded.port}: {embedded.moved_from} is taken by "
+                    f"{preflight.holder('127.0.0.1', embedded.moved_from)}. Nodes of other machines must join again.",
+                    "yellow",
+                )
+            state.write(state.redis / "redis.conf", redis_server.configuration(embedded, state.redis))
+            self._redis_name = f"{embedded.name} on 127.0.0.1:{embedded.port}"
+        files = {"REDIS_URL": state.redis_url}
+        state.write(state.redis_url, self.redis_url)
+        if config.database_url:
+            files["DATABASE_URL"] = state.database_url
+            state.write(state.database_url, config.database_url)
+        if path := os.environ.get("TANDEM_SECRET_KEY_FILE"):
+            files["TANDEM_SECRET_KEY"] = Path(path).resolve()
+        elif config.secret_key:
+            files["TANDEM_SECRET_KEY"] = state.secrets / "secret_key"
+            state.write(files["TANDEM_SECRET_KEY"], config.secret_key)
+        self.environment = environment(config, state, os.environ, files)
+        self.programs = programs(config, state, sys.executable, embedded, config.node_name or platform.node())
+
+    def supervise(self) -> None:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        open_files = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+        text = supervisord(self.programs, self.state, folder=CHECKOUT, root=os.geteuid() == 0, open_files=open_files)
+        self.supervisor.start(text, self.environment)
+
+    def revive(self) -> None:
+        """Supervisord itself is gone: everything anew, the engines stay."""
+        self.supervisor.sweep(self.programs, engines_stay=True)
+        self.supervise()
+        for program in self.programs:
+            self.supervisor.begin(program.name)
+
+    def start_redis(self) -> None:
+        if self.config.redis_url:
+            try:
+                info = _redis_info(self.redis_url)
+            except redis.RedisError as error:
+                raise Unavailable(
+                    f"REDIS_URL: the server there does not answer ({type(error).__name__}: {error}). "
+                    "Start it or correct the URL; without REDIS_URL Tandem starts a Redis of its own."
+                ) from None
+            self.screen.stage("Redis", f"yours, {info}")
+            return
+        self.supervisor.begin("redis")
+        self._await("redis", lambda: bool(_redis_info(self.redis_url)))
+        self.screen.stage("Redis", self._redis_name)
+
+    def prepare_database(self) -> None:
+        self.screen.working("Preparing the database")
+        result = subprocess.run(
+            [sys.executable, "-m", "controlplane.up.first_start"],
+            cwd=CHECKOUT, env=self.environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
+        )  # fmt: skip
+        if result.returncode:
+            raise Unavailable(result.stderr.strip() or "The database could not be prepared.")
+        prepared = msgspec.json.decode(result.stdout.splitlines()[-1], type=Prepared)
+        self.screen.working("")
+        done = f"{prepared.migrations} migrations applied" if prepared.migrations else "up to date"
+        self.screen.stage("Database", f"{prepared.database}, {done}")
+        if prepared.admin_password:
+            self.screen.stage("First start", "the password and the key below are shown this once")
+            self.screen.say(f"    user admin, password {prepared.admin_password}", "bold")
+        if prepared.demo_key_made:
+            self.screen.say(f"    API key {self.state.read(self.state.demo_key)}", "bold")
+
+    def answering(self, name: str, url: str) -> None:
+        def answers() -> bool:
+            return httpx.get(url, timeout=2.0, trust_env=False).status_code < 500
+
+        self.screen.working(f"Waiting for the {name}")
+        self._await(name, answers)
+        self.screen.working("")
+
+    def _await(self, name: str, ready: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                if ready():
+                    return
+            except (httpx.HTTPError, redis.RedisError):
+                pass
+            last_lines = self.watch.failed(name)
+            if last_lines is None and time.monotonic() > deadline:
+                last_lines = tail(self.state.logs / f"{name}.log")
+            if last_lines is not None:
+                raise Unavailable("\n    ".join([f"{name} does not come up. Its last lines:", *last_lines]))
+            self.watch.pause(0.1)
+
+    def serve_demo(self) -> None:
+        """Create the demo once per state folder, await it, ask it. Raises `Unavailable`; the programs run on then."""
+        keys = {"manage_key": self.state.read(self.state.manage_key), "demo_key": self.state.read(self.state.demo_key)}
+        demo = Demo(web=self.web, openai=self.openai, runtime=self.config.runtime, **keys)
+        created = self.state.home / "demo_created"
+        try:
+            if demo.deployment() is None:
+                if created.exists():
+                    self.screen.say(f"The demo deployment {NAME} was deleted; it is not made again.", "dim")
+                    return
+                demo.create()
+            self.state.write(created, "")
+            before = demo.wait(self._show)
+            self.watch.more_lines = ()
+            self.screen.stage("Deployment", f"{NAME}: {before['condition']['sentence']}")
+            self.screen.working("Asking it a question")
+            answer = demo.chat(self.watch.pause)
+            self.screen.working("Reading the transfer counters")
+            self._tell(answer, demo.bytes_moved(before, self.watch.pause), keys["demo_key"])
+        finally:
+            self.watch.more_lines = ()
+            self.screen.working("")
+            demo.close()
+
+    def _show(self, lines: list[Line], sentence: str) -> None:
+        self.watch.more_lines = lines
+        self.screen.working(sentence)
+        self.watch.pause(0.5)
+
+    def _tell(self, answer: Answer, moved: int, key: str) -> None:
+        say = self.screen.say
+        itl = f"{answer.itl * 1000:.0f} ms" if answer.itl is not None else "one token only"
+        way = f" · {answer.prefill} → {answer.decode}" if answer.prefill and answer.decode else ""
+        say("")
+        say(f"  {QUESTION}", "dim")
+        say(f"  {answer.text}", "bold")
+        say(f"  first token {answer.ttft * 1000:.0f} ms · between tokens {itl} · KV moved {_size(moved)}{way}", "dim")
+        say("")
+        say(f"  Dashboard   {self.web}")
+        say(f"  OpenAI      {self.openai}/v1")
+        say("")
+        body = msgspec.json.encode({"model": NAME, "messages": [{"role": "user", "content": QUESTION}]}).decode()
+        say(
+            f"  curl {self.openai}/v1/chat/completions -H 'Authorization: Bearer {key}' "
+            f"-H 'Content-Type: application/json' -d {shlex.quote(body)}"
+        )
+        say("")
+
+    def stop(self) -> None:
+        """Everything down in order, told line by line; at once when asked a second time."""
+        if not self.state.locked:
+            return
+        screen, stay = self.screen, self.config.keep_engines
+        try:
+            if self.supervisor.alive():
+                screen.say(f"Stopping in order, {'engines go on' if stay else 'engines too'}; again: all at once.")
+                self.supervisor.stop(self.programs, lambda name, what: screen.say(f"  {name} {what}", "dim"))
+            self.supervisor.sweep(self.programs, engines_stay=stay)
+        except (Stop, OSError):
+            screen.problem("Ending everything at once.")
+            self.supervisor.kill(engines_stay=stay)
+        self.state.unlock()
+        screen.stage(
+            "Stopped", "the engines go on; the next `make up` adopts them" if stay else "nothing is left running"
+        )
+
+
+def _refuse(objections: list[str]) -> None:
+    if objections:
+        raise Conflict("\n  ".join(objections))
+
+
+def _redis_info(url: str) -> str:
+    client = redis.Redis.from_url(url, socket_timeout=3, socket_connect_timeout=3)
+    try:
+        info = client.info("server")
+    finally:
+        client.close()
+    return f"{info.get('server_name', 'redis').capitalize()} {info.get('valkey_version') or info['redis_version']}"
+
+
+def _size(count: float) -> str:
+    for unit in ("bytes", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+class Signals:
+    """The first one raises `Stop` wherever the program waits. While all is being stopped another one raises it again."""
+
+    def __init__(self) -> None:
+        self.came = False
+        self.again_raises = False
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or in the background of a script
+                signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self.came or self.again_raises:
+            self.came = True
+            raise Stop
+
+
+def main() -> int:
+    signals = Signals()
+    screen = Screen()
+    try:
+        up = Up(settings.load(), screen)
+    except InvalidInput as error:
+        screen.close()
+        screen.problem(error.message)
+        return 2
+    code = 0
+    try:
+        up.start()
+        try:
+            up.serve_demo()
+        except Unavailable as error:
+            screen.problem(error.message)
+            screen.say(f"The rest runs on; {up.web} shows what is the matter.")
+        screen.say("Ctrl-C stops everything.", "dim")
+        while True:
+            up.watch.pause(1.0)
+    except Stop:
+        pass
+    except TandemError as error:
+        screen.problem(error.message)
+        code = 1
+    finally:
+        screen.close()
+        signals.came = signals.again_raises = True
+        up.stop()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Keeps an eye on the programs while something else is awaited: draws their lines, tells of deaths, revives what gave up."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+
+from controlplane.up.programs import Program
+from controlplane.up.screen import Line, Screen
+from controlplane.up.supervisor import Process, Supervisor, tail
+
+REVIVE_SECONDS = 30.0
+"""After supervisord gave a program up, until it is tried again."""
+OFTEN = 3
+"""So many ends within `OFTEN_SECONDS` mean that starting it again does not help: its log is shown."""
+OFTEN_SECONDS = 60.0
+
+_WORDS = {
+    "RUNNING": "running", "STARTING": "starting", "STOPPING": "stopping", "STOPPED": "stopped", "EXITED": "ended",
+    "BACKOFF": "retrying", "FATAL": "gave up",
+}  # fmt: skip
+
+
+class Watch:
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        programs: tuple[Program, ...],
+        screen: Screen,
+        revive_all: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._supervisor = supervisor
+        self._programs = programs
+        self._screen = screen
+        self._revive_all = revive_all
+        self._clock = clock
+        self._seen: dict[str, Process] = {}
+        self._ends: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=OFTEN))
+        self._given_up: dict[str, float] = {}
+        self.more_lines: Iterable[Line] = ()
+        """Shown below the programs: the engines, while they are awaited."""
+
+    def pause(self, seconds: float) -> None:
+        """Wait so long, and look once. Raises whatever a signal handler raises."""
+        time.sleep(seconds)
+        self.look()
+
+    def look(self) -> None:
+        """One step: gather what supervisord says, tell what changed, start again what was given up."""
+        if not self._supervisor.alive():
+            self._screen.problem("The process supervisor ended unexpectedly; everything is started again.")
+            self._seen.clear()
+            self._revive_all()
+        try:
+            processes = {p.name: p for p in self._supervisor.processes()}
+        except OSError:
+            return  # it ends just now: the next look tells
+        for name, process in processes.items():
+            self._tell(self._seen.get(name), process)
+            self._revive(process)
+        self._seen = processes
+        self._screen.lines([*(self._line(p, processes[p.name]) for p in self._programs), *self.more_lines])
+
+    def failed(self, name: str) -> list[str] | None:
+        """The last lines of a program that does not come up; None while there is hope."""
+        process = self._seen.get(name)
+        return tail(process.log) if process is not None and process.state == "FATAL" else None
+
+    def _tell(self, before: Process | None, now: Process) -> None:
+        ended = before is not None and before.pid and now.pid != before.pid
+        if not ended and not (now.state == "FATAL" and (before is None or before.state != "FATAL")):
+            return
+        code = f" with exit status {now.exit_status}" if now.exit_status > 0 else ""
+        again = f"; it was started again as process {now.pid}" if now.pid else ""
+        self._screen.problem(f"{now.name} ended{code}{again}.")
+        ends = self._ends[now.name]
+        ends.append(self._clock())
+        if now.state == "FATAL" or (len(ends) == OFTEN and ends[-1] - ends[0] < OFTEN_SECONDS):
+            ends.clear()
+            self._screen.problem(f"{now.name} keeps ending. Its last lines, from {now.log}:")
+            for line in tail(now.log):
+                self._screen.say(f"    {line}", "dim")
+
+    def _revive(self, process: Process) -> None:
+        if process.state != "FATAL":
+            self._given_up.pop(process.name, None)
+        elif self._clock() - self._given_up.setdefault(process.name, self._clock()) > REVIVE_SECONDS:
+            del self._given_up[process.name]
+            self._screen.say(f"{process.name} is tried again.")
+            self._supervisor.begin(process.name)
+
+    def _line(self, program: Program, process: Process) -> Line:
+        state = _WORDS.get(process.state, process.state.lower())
+        return Line(program.name, state, program.listens, process.pid, process.since if process.pid else 0.0)
