@@ -1,0 +1,154 @@
+"""`/v1/completions`: request to job, outputs to vLLM's JSON and chunks (`entrypoints/openai/completion`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterable
+
+from workers.sim.chat import json_script, positive
+from workers.sim.generation import Choice, Generation, Job, check_length
+from workers.sim.http import DONE, ApiError, event
+from workers.sim.requests import CompletionRequest, Json, parse
+from workers.sim.sequence import Sampling, TokenLogprob
+from workers.sim.settings import FINGERPRINT, Settings
+from workers.sim.text import VOCABULARY, encode
+
+
+def prompts_of(prompt: object) -> tuple[list[int], ...]:
+    """A string, a list of strings, one list of token ids, or several.
+
+    Raises `ApiError` for anything else.
+    """
+    if isinstance(prompt, str):
+        prompts = [encode(prompt)]
+    elif isinstance(prompt, list) and prompt and all(isinstance(part, int) for part in prompt):
+        prompts = [list(prompt)]
+    elif isinstance(prompt, list):
+        prompts = [encode(part) if isinstance(part, str) else part for part in prompt if not isinstance(part, int)]
+    else:
+        prompts = []
+    if not prompts or not all(prompts):
+        raise ApiError("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
+    if any(not 0 <= token < VOCABULARY for tokens in prompts for token in tokens):
+        raise ApiError("Token id is out of vocabulary", param="prompt")
+    return tuple(prompts)
+
+
+def logprobs_of(entries: Iterable[TokenLogprob], top: int, offset: int) -> tuple[Json, int]:
+    """vLLM's four lists, and the offset after them."""
+    offsets, values, tokens, tops = [], [], [], []
+    for entry in entries:
+        offsets.append(offset)
+        values.append(entry.logprob)
+        tokens.append(entry.token)
+        tops.append(dict([(entry.token, entry.logprob), *entry.alternatives][: max(top, 1)]))
+        offset += len(entry.token)
+    lists: Json = {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": tops}
+    return lists, offset
+
+
+class Completion:
+    """One text completion: one or many prompts, n answers each."""
+
+    prefix = "cmpl-"
+
+    def __init__(self, body: bytes, settings: Settings) -> None:
+        self.request = request = parse(body, CompletionRequest)
+        request.check()
+        self.asked_model, self.model = request.model, settings.served_model_name
+        self.created = int(time.time())
+        if request.echo:
+            raise ApiError("The stand-in engine does not support `echo`.", param="echo")
+        prompts = prompts_of(request.prompt)
+        for prompt in prompts:
+            check_length(prompt, settings.max_model_len)
+        room = settings.max_model_len - max(map(len, prompts))
+        self.job = Job(
+            prompts=prompts,
+            sampling=Sampling(
+                max_tokens=positive(room if request.max_tokens is None else min(request.max_tokens, room)),
+                min_tokens=request.min_tokens,
+                ignore_eos=request.ignore_eos,
+                stop=request.stops(),
+                stop_token_ids=tuple(request.stop_token_ids or ()),
+                include_stop=request.include_stop_str_in_output,
+                logprobs=request.logprobs,
+                script=json_script(request.response_format),
+            ),
+            n=request.n or 1,
+            stream=bool(request.stream),
+            temperature=1.0 if request.temperature is None else request.temperature,
+            seed=request.seed,
+            cache_salt=request.cache_salt,
+            kv_transfer_params=request.kv_transfer_params,
+        )
+
+    def whole(self, request_id: str, generation: Generation, choices: list[Choice]) -> Json:
+        top = self.request.logprobs
+        return {
+            "id": request_id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": [
+                {
+                    "index": choice.index,
+                    "text": choice.text,
+                    "logprobs": None if top is None else logprobs_of(choice.logprobs, top, 0)[0],
+                    "finish_reason": choice.finish_reason,
+                    "stop_reason": choice.stop_reason,
+                    "token_ids": None,
+                    "prompt_logprobs": None,
+                    "prompt_token_ids": None,
+                    "routed_experts": None,
+                }
+                for choice in choices
+            ],
+            "service_tier": None,
+            "system_fingerprint": FINGERPRINT,
+            "usage": generation.usage.openai(created=False),
+            "kv_transfer_params": generation.kv_transfer_params,
+            "ec_transfer_params": None,
+            "metrics": None,
+        }
+
+    def _frame(self, request_id: str, choices: list[Json], **more: object) -> Json:
+        return {
+            "id": request_id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        } | more
+
+    async def chunks(self, request_id: str, generation: Generation) -> AsyncIterator[bytes]:
+        options, top = self.request.stream_options, self.request.logprobs
+        usage = bool(options and options.include_usage)
+        continuous = usage and bool(options and options.continuous_usage_stats)
+        offsets = [0] * len(generation.sequences)
+        async for output in generation.outputs():
+            logprobs: Json | None = None
+            if top is not None:
+                logprobs, offsets[output.choice] = logprobs_of(output.logprobs, top, offsets[output.choice])
+            choice: Json = {
+                "index": output.choice,
+                "text": output.text,
+                "logprobs": logprobs,
+                "finish_reason": output.finish_reason,
+                "stop_reason": output.stop_reason,
+                "prompt_token_ids": None,
+                "token_ids": None,
+            }
+            frame = self._frame(request_id, [choice])
+            if output.finish_reason is not None and not usage:
+                frame["system_fingerprint"] = FINGERPRINT
+            if continuous:
+                frame["usage"] = generation.usage.brief()
+            yield event(frame)
+        if usage:
+            yield event(
+                self._frame(
+                    request_id, [], usage=generation.usage.streamed(created=False), system_fingerprint=FINGERPRINT
+                )
+            )
+        yield DONE
