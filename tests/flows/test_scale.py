@@ -1,0 +1,61 @@
+"""Deploy, scale both pools up and down under load, delete: the client loses nothing."""
+
+from __future__ import annotations
+
+import time
+
+from tests.flows.load import KINDS, Load
+from tests.flows.site import Site
+
+
+def test_deploy_answers_disaggregated(site: Site) -> None:
+    site.deploy(prefill=1, decode=1)
+    status, reply = site.ask()
+    assert status == 200
+    assert reply["choices"][0]["message"]["content"]
+    assert reply["headers"]["x-tandem-prefill"]
+    assert reply["headers"]["x-tandem-decode"]
+
+
+def test_scaling_up_and_down_under_load_loses_nothing(site: Site) -> None:
+    with Load(site, rate=24) as load:
+        for role, replicas in (("decode", 3), ("prefill", 2), ("decode", 1), ("prefill", 1)):
+            site.scale(role, replicas)
+            site.until(lambda role=role, n=replicas: site.ready(**{role: n}), f"{replicas} {role} engines", 120)
+            seen = load.outcomes.total()
+            site.until(lambda seen=seen: load.outcomes.total() > seen + 3 * len(KINDS), "more requests were answered")
+    assert load.outcomes["ok"] > 100
+    assert load.lost == {}, "\n".join(load.failures[:10])
+
+
+def test_zero_replicas_stop_a_pool_and_the_router_says_so(site: Site) -> None:
+    site.scale("decode", 0)
+    site.until(lambda: not site.engines(role="decode"), "no decode engine is left")
+    site.until(lambda: site.ask()[0] == 503, "the router knows")
+    status, reply = site.ask()
+    assert status == 503
+    assert reply["error"]["message"]
+    assert "retry-after" in reply["headers"]
+    site.scale("decode", 1)
+    site.until(lambda: site.ready(decode=1, prefill=1), "it is back")
+    site.until(lambda: site.ask()[0] == 200, "it serves again")
+
+
+def test_delete_ends_every_engine(site: Site) -> None:
+    pids = [engine["pid"] for engine in site.engines()]
+    assert all(pids)
+    assert site.api.delete("/deployments/demo").status_code in (202, 204)
+    site.until(lambda: site.api.get("/deployments/demo").status_code == 404, "the deployment is gone")
+    assert site.ask()[0] == 404
+    deadline = time.monotonic() + 30
+    while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [pid for pid in pids if _alive(pid)]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
