@@ -149,7 +149,10 @@ WHITENOISE_AUTOREFRESH = False
 
 REST_FRAMEWORK: dict[str, Any] = {
     "DEFAULT_SCHEMA_CLASS": "drf_spectacular.openapi.AutoSchema",
-    "DEFAULT_AUTHENTICATION_CLASSES": ["controlplane.api.authentication.ManageKey", "controlplane.api.authentication.Session"],
+    "DEFAULT_AUTHENTICATION_CLASSES": [
+        "controlplane.api.authentication.ManageKey",
+        "rest_framework.authentication.SessionAuthentication",
+    ],
     "DEFAULT_PERMISSION_CLASSES": ["rest_framework.permissions.IsAuthenticated"],
     "DEFAULT_RENDERER_CLASSES": ["rest_framework.renderers.JSONRenderer"],
     "DEFAULT_PARSER_CLASSES": ["controlplane.api.documents.JSONParser"],

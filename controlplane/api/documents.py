@@ -10,13 +10,15 @@ from collections.abc import Hashable, Mapping
 from typing import Any, NoReturn
 
 import yaml
-from rest_framework.exceptions import ParseError
+from rest_framework.exceptions import APIException, ParseError
 from rest_framework.parsers import BaseParser
 from rest_framework.renderers import BaseRenderer
 
-from controlplane.api.errors import TooLarge
-
 MAX_BYTES = 1 << 20
+
+
+class TooLarge(APIException):
+    status_code = 413
 
 
 def _bounded(stream: Any) -> str:

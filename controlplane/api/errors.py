@@ -17,6 +17,7 @@ from rest_framework import exceptions
 from rest_framework.response import Response
 from rest_framework.views import set_rollback
 
+from controlplane.api.documents import TooLarge
 from controlplane.fleet.errors import Conflict, TandemError, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -32,10 +33,6 @@ _CODES = {
     415: "unsupported_media_type",
     429: "too_many_requests",
 }
-
-
-class TooLarge(exceptions.APIException):
-    status_code = 413
 
 
 def envelope(

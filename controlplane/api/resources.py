@@ -20,6 +20,7 @@ from controlplane.fleet.model import Role
 from controlplane.fleet.spec import document
 from controlplane.fleet.status import Status
 from controlplane.fleet.wire import Scope
+from controlplane.nodes.presence import Presence
 
 ACCESS_ROLES = [(role.label, role.label) for role in AccessRole]
 
@@ -158,7 +159,7 @@ class LogResource(serializers.Serializer[Any]):
 class NodeResource(serializers.Serializer[Any]):
     name = serializers.CharField(source="node.name")
     address = serializers.CharField(source="node.address")
-    status = serializers.CharField(help_text="reporting, silent, lost or never reported.")
+    status = serializers.ChoiceField(list(Presence))
     age_seconds = serializers.FloatField(allow_null=True, help_text="Since its last report came.")
     cordoned = serializers.BooleanField(source="node.cordoned")
     engines = serializers.IntegerField()
