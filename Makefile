@@ -46,7 +46,7 @@ clean: ## remove the virtual environment and caches of this checkout, never the 
 product dev:
 	@test -n "$(PYTHON)" || { echo 'Tandem needs Python 3.11 or newer and found none: install it (Debian, Ubuntu:' \
 		'`apt-get install python3 python3-venv`), or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python' >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'Tandem needs Python 3.11 or newer, and' \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo 'Tandem needs Python 3.11 or newer, and' \
 		'$(PYTHON) is older or does not run: name another one, make $(MAKECMDGOALS) PYTHON=/path/to/python' >&2; exit 1; }
 	@exec $(PYTHON) controlplane/up/bootstrap.py $(filter dev,$@)
 

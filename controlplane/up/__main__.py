@@ -111,6 +111,7 @@ class Up:
         if config.database_url:
             files["DATABASE_URL"] = state.database_url
             state.write(state.database_url, config.database_url)
+        state.write(state.join_token, "")
         if path := os.environ.get("TANDEM_SECRET_KEY_FILE"):
             files["TANDEM_SECRET_KEY"] = Path(path).resolve()
         elif config.secret_key:
@@ -154,7 +155,11 @@ class Up:
             cwd=CHECKOUT, env=self.environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
         )  # fmt: skip
         if result.returncode:
-            raise Unavailable(result.stderr.strip() or "The database could not be prepared.")
+            lines = result.stderr.strip().splitlines() or ["it said nothing"]
+            self.state.write(self.state.logs / "first_start.log", result.stderr)
+            raise Unavailable(
+                f"The database was not prepared: {lines[-1]} (all: {self.state.logs / 'first_start.log'})"
+            )
         prepared = msgspec.json.decode(result.stdout.splitlines()[-1], type=Prepared)
         self.screen.working("")
         done = f"{prepared.migrations} migrations applied" if prepared.migrations else "up to date"
@@ -181,11 +186,11 @@ class Up:
                     return
             except (httpx.HTTPError, redis.RedisError):
                 pass
-            last_lines = self.watch.failed(name)
-            if last_lines is None and time.monotonic() > deadline:
-                last_lines = tail(self.state.logs / f"{name}.log")
-            if last_lines is not None:
-                raise Unavailable("\n    ".join([f"{name} does not come up. Its last lines:", *last_lines]))
+            if self.watch.hopeless:
+                raise Unavailable(f"{', '.join(self.watch.hopeless)} cannot be started; the lines above say why.")
+            if time.monotonic() > deadline:
+                lines = tail(self.state.logs / f"{name}.log")
+                raise Unavailable("\n    ".join([f"{name} does not answer. Its last lines:", *lines]))
             self.watch.pause(0.1)
 
     def serve_demo(self) -> None:
@@ -294,6 +299,7 @@ class Signals:
 
 
 def main() -> int:
+    os.umask(0o077)  # whatever any program of ours writes is the owner's alone
     signals = Signals()
     screen = Screen()
     try:

@@ -63,7 +63,7 @@ def _usable() -> bool:
     made = re.search(r"^command = .*$", (VENV / "pyvenv.cfg").read_text(), re.MULTILINE)
     if made and not made[0].endswith(str(VENV)):  # the checkout was moved: its scripts point nowhere
         return False
-    check = "import sys, pip; sys.exit(sys.version_info < (3, 11))"
+    check = "import sys, importlib.util as u; sys.exit(sys.version_info < (3, 11) or u.find_spec('pip') is None)"
     return subprocess.run([VENV / "bin" / "python", "-c", check], capture_output=True, check=False).returncode == 0
 
 
@@ -91,9 +91,8 @@ def _venv() -> subprocess.CompletedProcess[str]:
 
 
 def _install(extra: str) -> None:
-    total = sum(1 for line in (CHECKOUT / "constraints.txt").read_text().splitlines() if "==" in line)
     target = f"{CHECKOUT}[{extra}]" if extra else str(CHECKOUT)
-    command = [
+    command: list[str | Path] = [
         VENV / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--progress-bar", "off",
         "--constraint", CHECKOUT / "constraints.txt", "--editable", target,
     ]  # fmt: skip
@@ -106,7 +105,7 @@ def _install(extra: str) -> None:
             lines.append(line.rstrip())
             if found := re.match(r"(?:Collecting|Requirement already satisfied:) ([A-Za-z0-9._-]+)", line):
                 seen.add(found[1].lower())
-                _progress(f"  package {len(seen)} of about {total}: {found[1]}")
+                _progress(f"  package {len(seen)}: {found[1]}")
             elif line.startswith("Installing collected packages"):
                 _progress("  writing them to disk")
     _progress("")

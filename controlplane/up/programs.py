@@ -156,7 +156,6 @@ def supervisord(programs: Iterable[Program], state: StateFolder, *, folder: Path
 [supervisord]
 nodaemon=true
 silent=true
-umask=077
 minfds={open_files}
 directory={_escaped(str(folder))}
 pidfile={_escaped(str(state.supervisor_pid))}
@@ -185,7 +184,7 @@ environment={settings}
 priority={1000 - program.stops}
 autostart=false
 autorestart=true
-startsecs=1
+startsecs=3
 startretries=3
 stopsignal=TERM
 stopwaitsecs={program.stop_seconds}

@@ -38,6 +38,9 @@ class Line(NamedTuple):
         return f"{self.name} {self.state}{pid}{detail}"
 
 
+_NOTHING = Line("", "")
+
+
 class Screen:
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False, markup=False, emoji=False)
@@ -71,7 +74,10 @@ class Screen:
         fresh = {line.name: line for line in lines}
         if self._live is None:
             for name, line in fresh.items():
-                if line != self._lines.get(name):
+                before = self._lines.get(name)
+                if (line.state, line.detail, line.pid) != (before or _NOTHING)[1:4] and (
+                    before or line.state != "stopped"
+                ):
                     self._print(Text(f"  {line.plain()}"))
         self._lines = fresh
         self._refresh()

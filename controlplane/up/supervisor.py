@@ -98,7 +98,8 @@ class Supervisor:
 
     def stop(self, programs: tuple[Program, ...], tell: Callable[[str, str], None]) -> None:
         """Stop all programs in their order, then supervisord itself. `tell(name, what)` hears of each."""
-        for program in sorted(programs, key=lambda p: p.stops):
+        running = {p.name for p in self.processes() if p.pid}
+        for program in sorted((p for p in programs if p.name in running), key=lambda p: p.stops):
             started = time.monotonic()
             self.end(program.name)
             tell(program.name, "stopping")

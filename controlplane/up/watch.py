@@ -39,6 +39,9 @@ class Watch:
         self._seen: dict[str, Process] = {}
         self._ends: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=OFTEN))
         self._given_up: dict[str, float] = {}
+        self._told: dict[str, float] = {}
+        self.hopeless: dict[str, list[str]] = {}
+        """Programs that kept ending, with their last lines then."""
         self.more_lines: Iterable[Line] = ()
         """Shown below the programs: the engines, while they are awaited."""
 
@@ -63,24 +66,23 @@ class Watch:
         self._seen = processes
         self._screen.lines([*(self._line(p, processes[p.name]) for p in self._programs), *self.more_lines])
 
-    def failed(self, name: str) -> list[str] | None:
-        """The last lines of a program that does not come up; None while there is hope."""
-        process = self._seen.get(name)
-        return tail(process.log) if process is not None and process.state == "FATAL" else None
-
     def _tell(self, before: Process | None, now: Process) -> None:
-        ended = before is not None and before.pid and now.pid != before.pid
-        if not ended and not (now.state == "FATAL" and (before is None or before.state != "FATAL")):
+        gave_up = now.state == "FATAL" and (before is None or before.state != "FATAL")
+        if not gave_up and not (before is not None and before.pid and now.pid != before.pid):
             return
+        moment = self._clock()
+        ends = self._ends[now.name]
+        ends.append(moment)
+        if moment - self._told.get(now.name, -OFTEN_SECONDS) < OFTEN_SECONDS:
+            return  # its log was shown a moment ago
         code = f" with exit status {now.exit_status}" if now.exit_status > 0 else ""
         again = f"; it was started again as process {now.pid}" if now.pid else ""
         self._screen.problem(f"{now.name} ended{code}{again}.")
-        ends = self._ends[now.name]
-        ends.append(self._clock())
-        if now.state == "FATAL" or (len(ends) == OFTEN and ends[-1] - ends[0] < OFTEN_SECONDS):
-            ends.clear()
+        if gave_up or (len(ends) == OFTEN and ends[-1] - ends[0] < OFTEN_SECONDS):
+            self._told[now.name] = moment
+            self.hopeless[now.name] = tail(now.log)
             self._screen.problem(f"{now.name} keeps ending. Its last lines, from {now.log}:")
-            for line in tail(now.log):
+            for line in self.hopeless[now.name]:
                 self._screen.say(f"    {line}", "dim")
 
     def _revive(self, process: Process) -> None:
