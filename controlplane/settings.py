@@ -165,6 +165,11 @@ SPECTACULAR_SETTINGS: dict[str, Any] = {
     "OAS_VERSION": "3.1.0",
     "SERVE_INCLUDE_SCHEMA": False,
     "SCHEMA_PATH_PREFIX": "/api/v1",
+    "ENUM_GENERATE_CHOICE_DESCRIPTION": False,
+    "ENUM_NAME_OVERRIDES": {
+        "PoolRole": "controlplane.api.resources.POOL_ROLES",
+        "AccessRole": "controlplane.api.resources.ACCESS_ROLES",
+    },
     "POSTPROCESSING_HOOKS": [
         "controlplane.api.schema.complete",
         "drf_spectacular.hooks.postprocess_schema_enums",

@@ -6,8 +6,7 @@ from typing import Any
 
 from rest_framework import serializers
 
-from controlplane.api.resources import ACCESS_ROLES
-from controlplane.fleet.model import Role
+from controlplane.api.resources import ACCESS_ROLES, POOL_ROLES
 from controlplane.fleet.spec import MAX_REPLICAS
 from controlplane.fleet.wire import LOG_MAXLEN, Scope
 
@@ -21,7 +20,7 @@ class _Strict(serializers.Serializer[Any]):
 
 
 class Scale(_Strict):
-    role = serializers.ChoiceField(list(Role))
+    role = serializers.ChoiceField(POOL_ROLES)
     replicas = serializers.IntegerField(min_value=0, max_value=MAX_REPLICAS)
 
 

@@ -23,6 +23,7 @@ from controlplane.fleet.wire import Scope
 from controlplane.nodes.presence import Presence
 
 ACCESS_ROLES = [(role.label, role.label) for role in AccessRole]
+POOL_ROLES = [(role.value, role.value) for role in Role]
 
 
 class _Struct(serializers.Field[Any, Any, Any, Any]):
@@ -64,7 +65,7 @@ class ConditionResource(serializers.Serializer[Any]):
 class EngineResource(serializers.Serializer[Any]):
     id = serializers.CharField(source="engine.id")
     name = serializers.CharField(help_text="Short name inside its deployment.")
-    role = serializers.ChoiceField(list(Role), source="engine.role")
+    role = serializers.ChoiceField(POOL_ROLES, source="engine.role")
     state = serializers.ChoiceField(list(State))
     reason = serializers.CharField()
     since = serializers.DateTimeField()
