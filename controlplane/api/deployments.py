@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from django.urls import path
 from drf_spectacular.utils import extend_schema
-from rest_framework.renderers import JSONRenderer
+from rest_framework.renderers import BaseRenderer, JSONRenderer
 from rest_framework.request import Request
 from rest_framework.response import Response
 
@@ -41,7 +41,10 @@ class Deployments(ApiView):
 
 class DeploymentDetail(ApiView):
     parser_classes = (JSONParser, YAMLParser)
-    renderer_classes = (JSONRenderer, YAMLRenderer)
+
+    def get_renderers(self) -> list[BaseRenderer]:
+        reads = self.request.method == "GET"  # every other answer is about a change, not the document
+        return [JSONRenderer(), YAMLRenderer()] if reads else [JSONRenderer()]
 
     @extend_schema(
         operation_id="getDeployment",

@@ -41,7 +41,7 @@ class LogTail(serializers.Serializer[Any]):
 class LogFollow(serializers.Serializer[Any]):
     attempt = serializers.IntegerField(min_value=1)
     cursor = serializers.RegexField(
-        r"^(\d{1,20}-\d{1,20})?$", default="", help_text="Of the answer before; empty: from the start."
+        r"^\d{1,20}-\d{1,20}$", default="", allow_blank=True, help_text="Of the answer before; empty: from the start."
     )
     wait = serializers.FloatField(default=15, min_value=0, max_value=25, help_text="Seconds to wait for a new line.")
 
