@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from controlplane.fleet import config
 from controlplane.fleet.errors import Unavailable
 
 Progress = Callable[[str, float | None], None]
@@ -95,6 +96,14 @@ def _lines(stream: IO[bytes] | None) -> Iterator[str]:
         yield from (line.decode(errors="replace") for line in whole if line.strip())
     if rest.strip():
         yield rest.decode(errors="replace")
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment for a build step: without Tandem's settings and secrets, and without what would point an
+    interpreter at other environments. Proxies, mirrors and certificates stay."""
+    ours = {name for v in config.VARIABLES for name in (v.name, v.name + "_FILE")}
+    strangers = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PIP_TARGET", "PIP_PREFIX", "PIP_USER"}
+    return {name: value for name, value in os.environ.items() if name not in ours | strangers}
 
 
 def is_complete(folder: Path) -> bool:

@@ -8,7 +8,6 @@ vLLM, NIXL or torch.
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import re
 import shutil
@@ -20,7 +19,7 @@ from msgspec import Struct
 
 from controlplane.fleet.errors import RuntimeBroken, Unavailable
 from controlplane.fleet.model import GpuFacts, Runtime
-from workers.cache_folder import Progress, Site, StepFailed, is_complete, make_once
+from workers.cache_folder import Progress, Site, StepFailed, clean_environment, is_complete, make_once
 
 _HERE = Path(__file__).parent
 LOCKS = {Runtime.CPU: _HERE / "runtime_locks" / "cpu.txt", Runtime.GPU: _HERE / "runtime_locks" / "gpu.txt"}
@@ -130,7 +129,7 @@ class _Installer:
         self._python = str(site.folder / "bin" / "python")
         # Wheels of a gigabyte are unpacked in the temporary folder, and /tmp may be small.
         self._scratch = site.folder / "tmp"
-        self._env = {name: value for name, value in os.environ.items() if not _foreign(name)}
+        self._env = clean_environment()
         self._env |= {"TMPDIR": str(self._scratch), "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
 
     def environment(self) -> None:
@@ -218,13 +217,6 @@ class _PipReader:
         if sentence != self._shown:
             self._shown = sentence
             self._report(sentence, round(self._start + self._span * 0.8 * done, 3))
-
-
-def _foreign(name: str) -> bool:
-    """Variables that would lead the installation astray, and secrets that are none of its business."""
-    return name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PIP_TARGET", "PIP_PREFIX", "PIP_USER") or bool(
-        re.match(r"(TANDEM|HF|REDIS|DATABASE)_", name)
-    )
 
 
 def _reason(error: StepFailed) -> str:
