@@ -1,0 +1,186 @@
+"""`python -m workers [--join URL]`: one node's agent, until SIGTERM or SIGINT.
+
+On that it ends its engines, unless KEEP_ENGINES=1: then they go on, and the next agent adopts them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import logging
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+from controlplane.fleet import wire
+from controlplane.fleet.config import Config, load
+from controlplane.fleet.errors import Conflict, TandemError
+from controlplane.fleet.model import EngineAssignment, NodeFacts, Ports, Runtime
+from workers import command, hardware, runtimes
+from workers.agent import Agent
+from workers.app import WakeWorker
+from workers.join import Identity, identify
+from workers.launch import Launcher, Progress
+from workers.logs import LogShipper, Source
+from workers.mailbox import RedisMailbox, connect
+from workers.record import Records, private_folder
+
+log = logging.getLogger("workers")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m workers", description="The agent of one Tandem node.")
+    parser.add_argument(
+        "--join", metavar="URL", default="", help="control plane to join; the token is in TANDEM_JOIN_TOKEN"
+    )
+    url = parser.parse_args().join
+    try:
+        config = load()
+        logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        for chatty in ("httpx", "httpcore", "kombu", "celery"):
+            logging.getLogger(chatty).setLevel(logging.WARNING)
+        name = wire.checked_node_name(config.node_name or wire.node_name_of_host(socket.gethostname()))
+        folder = private_folder(config.home_path() / "agents" / name)
+        with lock(folder, name):
+            stopping = catch_signals()
+            identity = identify(folder, name=name, control_plane=url, token=config.join_token, sleep=until(stopping))
+            Node(config, folder, identity).run(stopping)
+    except TandemError as error:
+        print(error.message, file=sys.stderr)
+        return 1
+    return 0
+
+
+@contextlib.contextmanager
+def lock(folder: Path, name: str) -> Iterator[None]:
+    """Holds the node's lock file. Raises `Conflict` while another agent does: two would fight over the same engines."""
+    with (folder / "agent.lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise Conflict(
+                f"An agent of node {name} already runs with this state folder (pid {file.read().strip() or 'unknown'}); "
+                "stop it, or set another TANDEM_NODE_NAME or TANDEM_HOME."
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def catch_signals() -> threading.Event:
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    return stopping
+
+
+def until(stopping: threading.Event) -> Callable[[float], None]:
+    """A sleep that ends the program, cleanly, when it is told to stop meanwhile."""
+
+    def sleep(seconds: float) -> None:
+        if stopping.wait(seconds):
+            sys.exit(0)
+
+    return sleep
+
+
+class Node:
+    """The parts of one agent process, put together from its settings."""
+
+    def __init__(self, config: Config, folder: Path, identity: Identity) -> None:
+        self._config = config
+        self._cache = config.cache_path()
+        self._address = hardware.choose_address(config.node_address, identity.control_plane)
+        self._threads = config.engine_cpus or max(1, len(os.sched_getaffinity(0)) // 2)
+        redis = connect(identity.redis_url)
+        self._redis_password = str(redis.get_connection_kwargs().get("password") or "")
+        self._facts = hardware.FactsWatch(self._read_facts)
+        launcher = Launcher(
+            address=self._address,
+            span=config.engine_port_range(),
+            ensure_runtime=self._ensure_runtime,
+            ensure_model=self._ensure_model,
+            build=self._build,
+            chance=random.SystemRandom(),
+        )
+        self.agent = Agent(
+            identity.name,
+            mailbox=RedisMailbox(identity.name, redis),
+            records=Records(folder / "engines"),
+            launcher=launcher,
+            facts=self._facts,
+        )
+        self._shipper = LogShipper(identity.name, connect(identity.redis_url), self._logs)
+        self._worker = WakeWorker(identity.name, identity.redis_url, self.agent.wake, self.agent.report_now)
+
+    def run(self, stopping: threading.Event) -> None:
+        """Serves until told to stop; then ends the engines, unless they are to be kept."""
+        self.agent.recover()
+        self._shipper.start()
+        self._worker.start()
+        loop = threading.Thread(target=self.agent.run, args=(stopping,), name="agent")
+        loop.start()
+        log.info("Node %s runs engines on %s.", self.agent.node, self._address)
+        stopping.wait()
+        self.agent.wake()
+        loop.join()
+        if self._config.keep_engines:
+            log.info("Engines go on (KEEP_ENGINES=1).")
+        else:
+            self.agent.stop_all()
+        self._worker.stop()
+        self._shipper.flush()
+        end_installers()
+
+    def _read_facts(self) -> NodeFacts:
+        pids = self.agent.engine_pids() if hasattr(self, "agent") else set()
+        return hardware.read_facts(self._address, disk=self._cache, engine_pids=pids, runtimes=runtimes.installable)
+
+    def _ensure_runtime(self, kind: Runtime, *, progress: Progress) -> runtimes.EngineRuntime:
+        return runtimes.ensure(kind, cache=self._cache, progress=progress)
+
+    def _ensure_model(self, model: str, *, runtime: runtimes.EngineRuntime, progress: Progress) -> Path:
+        from workers import models
+
+        return models.ensure(
+            model, runtime=runtime, cache=self._cache, hf_token=self._config.hf_token, progress=progress
+        )
+
+    def _build(
+        self, assignment: EngineAssignment, *, runtime: runtimes.EngineRuntime, model_path: Path | None, ports: Ports
+    ) -> command.Command:
+        return command.build(
+            assignment,
+            runtime=runtime,
+            model_path=model_path,
+            address=self._address,
+            ports=ports,
+            facts=self._facts(),
+            cpu_threads=self._threads,
+        )
+
+    def _logs(self) -> list[Source]:
+        secrets = (self._config.hf_token, self._redis_password)
+        return [run.log_source(secrets) for run in self.agent.runs()]
+
+
+def end_installers() -> None:
+    """Ends what an interrupted installation or download still runs: they are in the agent's own session, engines are not."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getsid(child.pid) == os.getsid(0):
+                child.terminate()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

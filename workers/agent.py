@@ -1,0 +1,294 @@
+"""The loop: read the newest plan, compare it with the engines of this node, act, report.
+
+Level-triggered: every step looks at the whole; messages only hasten. An engine is stopped because a plan that was read does
+not hold it, never because somebody is silent.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from controlplane.fleet.errors import Unavailable
+from controlplane.fleet.model import EngineAssignment, NodeFacts, Observation
+from controlplane.fleet.wire import REPORT_EVERY, NodePlan, NodeReport
+from workers.engine import EngineRun, Pace
+from workers.launch import Launcher
+from workers.mailbox import Mailbox
+from workers.process import sweep
+from workers.record import EngineRecord, Records, write_private
+
+log = logging.getLogger(__name__)
+
+STEP_SECONDS = 1.0
+SHORTEST_STEP_SECONDS = 0.05
+AFTER_KILL_SECONDS = 5.0
+
+
+class Held(NamedTuple):
+    """One attempt that this agent holds, as far as the decision needs it."""
+
+    assignment: EngineAssignment
+    ended: bool = False
+    stopping_for: float | None = None
+    """Seconds since it was asked to end."""
+
+
+class Start(NamedTuple):
+    assignment: EngineAssignment
+
+
+class Update(NamedTuple):
+    assignment: EngineAssignment
+
+
+class Stop(NamedTuple):
+    engine: str
+    attempt: int
+
+
+class Kill(NamedTuple):
+    engine: str
+    attempt: int
+
+
+class Forget(NamedTuple):
+    engine: str
+    attempt: int
+
+
+Action = Start | Update | Stop | Kill | Forget
+
+
+def decide(plan: NodePlan | None, held: Sequence[Held], *, grace: float) -> list[Action]:
+    """What to do so that the node runs just what the plan wants. Pure; without a plan nothing is started or stopped.
+
+    An attempt that ended stays held (and reported) until the plan drops it or wants a newer one; it is never started
+    again. A newer attempt waits until the older one's process is gone: both want the same memory.
+    """
+    actions: list[Action] = []
+    wanted = {} if plan is None else {assignment.engine: assignment for assignment in plan.engines}
+    for one in held:
+        engine, attempt = one.assignment.engine, one.assignment.attempt
+        if one.stopping_for is not None and not one.ended:
+            if one.stopping_for > grace:
+                actions.append(Kill(engine, attempt))
+            continue
+        if plan is None:
+            continue
+        want = wanted.get(engine)
+        if want is None or want.attempt != attempt:
+            actions.append(Forget(engine, attempt) if one.ended else Stop(engine, attempt))
+        elif want != one.assignment and not one.ended:
+            actions.append(Update(want))
+    here = {(one.assignment.engine, one.assignment.attempt) for one in held}
+    alive = {one.assignment.engine for one in held if not one.ended}
+    for want in wanted.values():
+        if (want.engine, want.attempt) not in here and want.engine not in alive:
+            actions.append(Start(want))
+    return actions
+
+
+class Applied(msgspec.Struct, frozen=True):
+    """What survives a restart of the agent besides the engines' records."""
+
+    generation: int = 0
+
+
+class Agent:
+    """Everything one node runs. `one_step` is the loop's body, for tests too."""
+
+    def __init__(
+        self,
+        node: str,
+        *,
+        mailbox: Mailbox,
+        records: Records,
+        launcher: Launcher,
+        facts: Callable[[], NodeFacts],
+        pace: Pace = Pace(),  # noqa: B008 (frozen)
+        chance: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.node = node
+        self._mailbox = mailbox
+        self._records = records
+        self._launcher = launcher
+        self._facts = facts
+        self._pace = pace
+        self._chance = chance or random.SystemRandom()
+        self._clock = clock
+        self._id = secrets.token_hex(8)
+        self._sequence = 0
+        self._applied_file = records.root.parent / "applied.json"
+        self._applied = self._read_applied()
+        self._plan: NodePlan | None = None
+        self._runs: dict[tuple[str, int], EngineRun] = {}
+        self._woken = threading.Event()
+        self._report_due = True
+        self._reported: object = None
+        self._reported_at = 0.0
+        self._trouble = ""
+
+    def wake(self) -> None:
+        """Makes the next step happen at once. Called from any thread."""
+        self._woken.set()
+
+    def report_now(self) -> None:
+        self._report_due = True
+        self.wake()
+
+    def engine_pids(self) -> set[int]:
+        return {run.pid for run in list(self._runs.values()) if run.pid is not None}
+
+    def runs(self) -> list[EngineRun]:
+        return list(self._runs.values())
+
+    def recover(self) -> None:
+        """Takes in what former agent processes left behind: running engines, and attempts that have ended."""
+        for engine, attempt in list(self._records.attempts()):
+            record = self._records.load(engine, attempt)
+            if record is None or (record.pid is None and not record.ended):
+                sweep(self._records.folder(engine, attempt).resolve())  # it ended between start and record
+                continue
+            run = self._hold(record)
+            run.adopt()
+
+    def run(self, stopping: threading.Event) -> None:
+        """Steps until told to stop. A step that fails is logged, and the next one is tried."""
+        while not stopping.is_set():
+            try:
+                self.one_step()
+            except Exception:
+                log.exception("A step of the agent failed; engines go on.")
+            stopping.wait(SHORTEST_STEP_SECONDS)
+            self._woken.wait(STEP_SECONDS)
+            self._woken.clear()
+
+    def one_step(self) -> None:
+        """Gather, decide, apply, report."""
+        trouble = self._gather_plan()
+        now = self._clock()
+        held = [
+            Held(run.assignment, run.ended, None if run.stopping_since is None else now - run.stopping_since)
+            for run in self._runs.values()
+        ]
+        for action in decide(self._plan, held, grace=self._pace.grace):
+            self._apply(action)
+        self._tell_trouble(trouble or self._report())
+
+    def stop_all(self) -> None:
+        """Ends every engine: asks, waits the grace, kills. Reports what is left, if Redis still answers."""
+        for run in self.runs():
+            run.stop("Stops with its agent.")
+        self._await_ends(self._pace.grace)
+        for run in self.runs():
+            run.kill()
+        self._await_ends(AFTER_KILL_SECONDS)
+        self._report_due = True
+        self._report()
+
+    def _await_ends(self, seconds: float) -> None:
+        until = self._clock() + seconds
+        while any(not run.ended for run in self.runs()) and self._clock() < until:
+            self._woken.wait(0.2)
+            self._woken.clear()
+
+    def _gather_plan(self) -> str:
+        """Keeps the newest plan. Returns what is wrong, or nothing."""
+        try:
+            plan = self._mailbox.read_plan()
+        except Unavailable as error:
+            return error.message
+        if plan is None or plan.node != self.node or plan.generation < self._applied:
+            return ""  # none yet, or an older one that comes late
+        self._plan = plan
+        if plan.generation > self._applied:
+            self._applied = plan.generation
+            write_private(self._applied_file, msgspec.json.encode(Applied(plan.generation)))
+            self._records.prune({assignment.engine for assignment in plan.engines} | {key[0] for key in self._runs})
+        return ""
+
+    def _apply(self, action: Action) -> None:
+        if isinstance(action, Start):
+            self._start(action.assignment)
+            return
+        if isinstance(action, Update):
+            self._runs[action.assignment.engine, action.assignment.attempt].update(action.assignment)
+            return
+        key = (action.engine, action.attempt)
+        if isinstance(action, Stop):
+            self._runs[key].stop()
+        elif isinstance(action, Kill):
+            self._runs[key].kill()
+        else:
+            del self._runs[key]
+
+    def _start(self, assignment: EngineAssignment) -> None:
+        known = self._records.load(assignment.engine, assignment.attempt)
+        if known is not None and known.ended:
+            self._hold(known)  # (engine, attempt) names one process for ever
+            return
+        self._hold(EngineRecord(assignment=assignment)).start()
+
+    def _hold(self, record: EngineRecord) -> EngineRun:
+        run = EngineRun(
+            record,
+            records=self._records,
+            launcher=self._launcher,
+            changed=self.wake,
+            pace=self._pace,
+            chance=self._chance,
+        )
+        self._runs[record.assignment.engine, record.assignment.attempt] = run
+        return run
+
+    def _report(self) -> str:
+        """Writes the report when something changed or the beat is due. Returns what is wrong, or nothing."""
+        observations = tuple(run.observation() for run in self._runs.values())
+        seen = (self._applied, tuple(map(_lasting, observations)))
+        now = self._clock()
+        if not self._report_due and seen == self._reported and now - self._reported_at < REPORT_EVERY:
+            return ""
+        self._sequence += 1
+        report = NodeReport(
+            node=self.node,
+            agent=self._id,
+            sequence=self._sequence,
+            plan_generation=self._applied,
+            facts=self._facts(),
+            engines=observations,
+        )
+        try:
+            self._mailbox.write_report(report)
+        except Unavailable as error:
+            return error.message
+        self._report_due, self._reported, self._reported_at = False, seen, now
+        return ""
+
+    def _tell_trouble(self, trouble: str) -> None:
+        """Once when it begins, once when it ends."""
+        if trouble != self._trouble:
+            if trouble:
+                log.warning("%s", trouble)
+            else:
+                log.info("Redis answers again.")
+        self._trouble = trouble
+
+    def _read_applied(self) -> int:
+        try:
+            return msgspec.json.decode(self._applied_file.read_bytes(), type=Applied).generation
+        except (OSError, msgspec.DecodeError):
+            return 0
+
+
+def _lasting(observation: Observation) -> Observation:
+    """Without what moves all the time and can wait for the beat."""
+    return msgspec.structs.replace(observation, load=None, progress=None)

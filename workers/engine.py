@@ -1,0 +1,334 @@
+"""One engine attempt from its assignment to its end, in a thread of its own: a slow or hung engine delays no other.
+
+Walks install → fetch → start → warm, then probes until the process has ended. It starts its process once (again only when
+a port was snatched away before the engine could bind it) and never decides whether it is wanted: the agent does.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from msgspec import Struct
+
+from controlplane.fleet.errors import TandemError
+from controlplane.fleet.model import EngineAssignment, EngineLoad, Observation, Phase, Role
+from workers.launch import Launcher
+from workers.logs import Source
+from workers.pairs import PairProver
+from workers.ports import is_free, numbers
+from workers.probe import EngineClient, Identity, Unanswered
+from workers.process import EngineProcess, boot_id, sweep
+from workers.record import LOG, EngineRecord, Records
+
+log = logging.getLogger(__name__)
+
+PORT_TRIES = 3
+EXIT_SEEN_WITHIN = 0.2
+"""Seconds."""
+FAILURES_TO_UNHEALTHY = 3
+
+
+class Pace(Struct, frozen=True):
+    """Seconds between looks."""
+
+    starting: float = 0.3
+    running: float = 2.0
+    grace: float = 20.0
+    """From SIGTERM to SIGKILL."""
+
+
+class EngineRun:
+    """One attempt. Methods are called from the agent's thread; the walk itself is in `_run`."""
+
+    def __init__(
+        self,
+        record: EngineRecord,
+        *,
+        records: Records,
+        launcher: Launcher,
+        changed: Callable[[], None],
+        pace: Pace,
+        chance: random.Random,
+    ) -> None:
+        self._record = record
+        self._records = records
+        self._launcher = launcher
+        self._changed = changed
+        self._pace = pace
+        self._pairs = PairProver(record.pairs, proved=self._note_pairs, chance=chance)
+        self._lock = threading.RLock()
+        self._nudge = threading.Event()
+        self._process: EngineProcess | None = None
+        self._phase = Phase.EXITED if record.ended else Phase.WARMING if record.warmed else Phase.STARTING
+        self._detail = record.detail
+        self._progress: float | None = None
+        self._identity: Identity | None = None
+        self._load: EngineLoad | None = None
+        self.stopping_since: float | None = None
+        """On the monotonic clock."""
+
+    @property
+    def assignment(self) -> EngineAssignment:
+        return self._record.assignment
+
+    @property
+    def folder(self) -> Path:
+        return self._records.folder(self.assignment.engine, self.assignment.attempt)
+
+    @property
+    def ended(self) -> bool:
+        return self._record.ended
+
+    @property
+    def pid(self) -> int | None:
+        """Of a process that lives."""
+        return self._process.pid if self._process is not None and not self.ended else None
+
+    def start(self) -> None:
+        """Begins the attempt anew."""
+        self._records.save(self._record)
+        self._say(Phase.INSTALLING, "Taken in by the agent.", None)
+        self._spawn()
+
+    def adopt(self) -> None:
+        """Goes on with what a former agent process left: its running engine, or how it ended."""
+        record = self._record
+        if record.ended:
+            return
+        if record.pid is not None:
+            self._process = EngineProcess.adopt(record.pid, record.start_ticks, record.boot, self.folder)
+        if self._process is None:
+            sweep(self.folder.resolve())
+            self._end("Ended while no agent watched; its exit code is unknown.")
+            return
+        if record.ports is not None:
+            self._launcher.promise(self.assignment.engine, self.assignment.attempt, record.ports)
+        self._detail = "Found running after a restart of the agent."
+        self._spawn()
+
+    def update(self, assignment: EngineAssignment) -> None:
+        """Takes in what may change while an engine runs: its peers."""
+        with self._lock:
+            if assignment == self._record.assignment or self.ended:
+                return
+            self._record.assignment = assignment
+            self._records.save(self._record)
+        self._pairs.keep_only(assignment.peers)
+        self._nudge.set()
+
+    def stop(self, why: str = "Stops: it is not wanted any more.") -> None:
+        """Asks the process to end; an attempt that has none yet ends at once."""
+        with self._lock:
+            if self.ended or self.stopping_since is not None:
+                return
+            self.stopping_since = time.monotonic()
+            if self._process is None:
+                self._end("Not wanted any more before it was started.")
+                return
+            self._say(Phase.STOPPING, why, None)
+            self._process.terminate()
+        self._nudge.set()
+
+    def kill(self) -> None:
+        """Ends the process and its helpers at once."""
+        process = self._process
+        if process is not None and not self.ended:
+            process.kill()
+            self._nudge.set()
+
+    def observation(self) -> Observation:
+        with self._lock:
+            record, identity = self._record, self._identity or Identity("", None, None, None)
+            return Observation(
+                engine=record.assignment.engine,
+                attempt=record.assignment.attempt,
+                phase=self._phase,
+                detail=self._detail,
+                progress=self._progress,
+                pid=record.pid,
+                exit_code=record.exit_code,
+                address=record.address,
+                ports=record.ports,
+                version=identity.version,
+                block_size=identity.block_size,
+                max_model_len=identity.max_model_len,
+                kv_events=identity.kv_events,
+                command=record.command,
+                started_at=record.started_at,
+                load=self._load,
+                pairs=self._pairs.proofs(),
+            )
+
+    def log_source(self, secrets: tuple[str, ...]) -> Source:
+        """Its log, and what must never be seen in it besides `secrets`."""
+        own = (self.assignment.secret, *(peer.secret for peer in self.assignment.peers))
+        return Source(self.assignment.engine, self.assignment.attempt, self.folder, self.ended, (*own, *secrets))
+
+    def _spawn(self) -> None:
+        threading.Thread(
+            target=self._run, name=f"{self.assignment.engine}#{self.assignment.attempt}", daemon=True
+        ).start()
+
+    def _run(self) -> None:
+        try:
+            if self._process is not None:
+                self._watch(self._process)
+            else:
+                self._boot()
+        except TandemError as error:
+            self._end(error.message)
+        except Exception as error:
+            log.exception("%s failed in the agent.", self.assignment.engine)
+            self._end(f"The agent failed at it: {type(error).__name__}; see the agent's log.")
+        finally:
+            self._launcher.release(self.assignment.engine, self.assignment.attempt)
+
+    def _boot(self) -> None:
+        prepared = self._launcher.prepare(self.assignment, self._say)
+        for again in range(PORT_TRIES):
+            chosen, command = self._launcher.choose(self.assignment, prepared)
+            with self._lock:
+                if self.stopping_since is not None:
+                    self._end("Stopped.")
+                    return
+                record = self._record
+                record.ports, record.command, record.address = chosen, command.argv, self._launcher.address
+                record.pid = None
+                self._records.save(record)
+                self._process = process = self._launcher.start(command, self.folder)
+                record.pid, record.start_ticks, record.boot = process.pid, process.ticks, boot_id()
+                record.started_at = time.time()
+                self._records.save(record)
+                self._say(Phase.STARTING, "Starts; loads the model.", None)
+            last = again == PORT_TRIES - 1
+            if not self._watch(process, retry_ports=not last):
+                return
+            self._note("a port was taken before the engine could bind it; starts again with fresh ones")
+
+    def _watch(self, process: EngineProcess, *, retry_ports: bool = False) -> bool:
+        """Probes until the process has ended. True: it lost a port before it answered, and shall be started again."""
+        record = self._record
+        assert record.ports is not None
+        failures = 0
+        with EngineClient(f"http://{record.address}:{record.ports.http}", self.assignment.secret) as client:
+            while process.running():
+                try:
+                    self._probe(client)
+                    failures = 0
+                except Unanswered as error:
+                    failures += 1
+                    if record.warmed and failures >= FAILURES_TO_UNHEALTHY:
+                        self._say(Phase.UNHEALTHY, f"Does not answer its health probe: {error}", None)
+                self._pause(process, self._pace.running if record.warmed else self._pace.starting)
+        sweep(process.folder)
+        if retry_ports and not record.warmed and self.stopping_since is None and self._lost_a_port():
+            return True
+        self._end(self._obituary(process), process.exit_code)
+        return False
+
+    def _pause(self, process: EngineProcess, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while process.running() and (left := until - time.monotonic()) > 0:
+            if self._nudge.wait(min(left, EXIT_SEEN_WITHIN)):
+                break
+        self._nudge.clear()
+
+    def _probe(self, client: EngineClient) -> None:
+        """One look. Raises `Unanswered`."""
+        if self.stopping_since is not None:
+            return
+        client.health()
+        if self._identity is None:
+            self._introduce(client)
+        self._say(Phase.WARMING, "Answers completions.", None)
+        try:
+            self._load = client.figures().load
+        except Unanswered:
+            self._load = None  # it serves; only the figures are missing
+        if self.assignment.spec.role is Role.DECODE and self._identity is not None:
+            self._pairs.advance(self.assignment, client.url, self._identity)
+
+    def _introduce(self, client: EngineClient) -> None:
+        """The first time that this agent process talks with the engine: a completion, or an adopted one's authenticated answer."""
+        try:
+            if not self._record.warmed:
+                client.complete(self.assignment.spec.served_name, "Hello", max_tokens=2)
+            identity = client.identity()
+        except Unanswered as error:
+            if not self._record.warmed:
+                self._say(Phase.STARTING, f"Is up, but cannot serve yet: {error}", None)
+            raise
+        with self._lock:
+            self._identity = identity
+            self._record.warmed = True
+            self._records.save(self._record)
+
+    def _note_pairs(self) -> None:
+        with self._lock:
+            if not self.ended:
+                self._record.pairs = self._pairs.proofs()
+                self._records.save(self._record)
+        self._changed()
+
+    def _say(self, phase: Phase, detail: str, progress: float | None) -> None:
+        with self._lock:
+            if self.ended or (self.stopping_since is not None and phase is not Phase.STOPPING):
+                return
+            moved = phase is not self._phase
+            if moved or _without_numbers(detail) != _without_numbers(self._detail):
+                self._note(detail)
+            self._phase, self._detail, self._progress = phase, detail, progress
+        if moved:
+            self._changed()
+
+    def _end(self, detail: str, exit_code: int | None = None) -> None:
+        with self._lock:
+            if self.ended:
+                return
+            self._pairs.close()
+            self._record.ended, self._record.exit_code, self._record.detail = True, exit_code, detail
+            self._phase, self._detail, self._progress, self._load = Phase.EXITED, detail, None, None
+            self._note(detail)
+            self._records.save(self._record)
+        self._changed()
+
+    def _note(self, text: str) -> None:
+        """A line of the agent's in the engine's log, so that the log also tells what came before and after the process."""
+        log.info("%s #%d: %s", self.assignment.engine, self.assignment.attempt, text)
+        with (self.folder / LOG).open("a") as file:
+            file.write(f"[tandem] {text}\n")
+
+    def _lost_a_port(self) -> bool:
+        return "address already in use" in self._last_words(4096).lower() or not all(
+            is_free(self._record.address, port) for port in numbers(self._record.ports)
+        )
+
+    def _last_words(self, size: int) -> str:
+        with (self.folder / LOG).open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - size))
+            return file.read().decode(errors="replace")
+
+    def _obituary(self, process: EngineProcess) -> str:
+        code = process.exit_code
+        if self.stopping_since is not None:
+            return "Stopped."
+        if code is None:
+            return "Ended by itself; its exit code is unknown, because a former agent process had started it."
+        if code < 0:
+            guard = " (perhaps for want of memory: see the system's log)" if code == -signal.SIGKILL else ""
+            return f"Ended by signal {-code}, {signal.Signals(-code).name}{guard}."
+        words = [line.strip() for line in self._last_words(2048).splitlines() if line.strip()]
+        said = words[-1].replace(self.assignment.secret, "[secret]")[:200] if words else ""
+        return f"Ended by itself with exit code {code}" + (f", saying: {said}" if said else ".")
+
+
+def _without_numbers(text: str) -> str:
+    """So that a download's growing percentage is one line of the log, not a hundred."""
+    return re.sub(r"[\d.,]+", "", text)

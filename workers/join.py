@@ -1,0 +1,146 @@
+"""How a machine becomes a node: a one-time token for a Redis user of its own, kept in `node.json`, 0600.
+
+The token comes by environment or file, never by argv. A node that has joined needs none again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import msgspec
+import redis
+from msgspec import Struct
+
+from controlplane.fleet.errors import Forbidden, InvalidInput
+from workers.mailbox import connect
+from workers.record import private_folder, write_private
+
+log = logging.getLogger(__name__)
+
+NODE_FILE = "node.json"
+TRY_EVERY_SECONDS = 2.0
+ASK_TIMEOUT_SECONDS = 10.0
+
+
+class Identity(Struct, frozen=True):
+    """What joining gave."""
+
+    name: str
+    redis_url: str
+    control_plane: str = ""
+
+
+def identify(
+    folder: Path,
+    *,
+    name: str,
+    control_plane: str,
+    token: str,
+    ask: Callable[[str, str, str], Identity | None] | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Identity:
+    """This node's identity: the stored one, or a new one by the token (waiting until the control plane is up).
+
+    With a token at hand the node joins anew where the stored identity belongs to another control plane, or where Redis
+    refuses its login; it keeps its name, and so its engines.
+
+    Raises `InvalidInput` where something is missing, `Forbidden` when the token is refused.
+    """
+    file = private_folder(folder) / NODE_FILE
+    stored = _read(file)
+    if stored is not None and not (token and _is_outdated(stored, control_plane)):
+        return stored
+    if not control_plane:
+        raise InvalidInput(
+            "This machine has not joined yet: run `python -m workers --join URL` with a join token in TANDEM_JOIN_TOKEN.",
+            field="join",
+        )
+    if not token:
+        raise InvalidInput(
+            "This machine has not joined yet: put a one-time join token into TANDEM_JOIN_TOKEN, or its file's path into "
+            "TANDEM_JOIN_TOKEN_FILE. The Nodes page and `manage.py jointoken` make one.",
+            field="join_token",
+        )
+    identity = _await(ask or ask_control_plane, control_plane, token, name, sleep)
+    write_private(file, msgspec.json.encode(identity))
+    (folder / "applied.json").unlink(missing_ok=True)  # generations are counted by each control plane for itself
+    return identity
+
+
+def stored_identity(folder: Path) -> Identity | None:
+    return _read(folder / NODE_FILE)
+
+
+def ask_control_plane(url: str, token: str, name: str) -> Identity | None:
+    """One attempt. None: the control plane is not up yet.
+
+    Raises `Forbidden` when it refuses, `InvalidInput` for a URL that no control plane answers on.
+    """
+    try:
+        answer = httpx.post(
+            f"{url.rstrip('/')}/api/v1/nodes/join", json={"token": token, "name": name}, timeout=ASK_TIMEOUT_SECONDS
+        )
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol):
+        raise InvalidInput(
+            f"--join {url}: write the control plane's URL, like http://host:8000", field="join"
+        ) from None
+    except httpx.HTTPError:
+        return None
+    if answer.status_code >= 500 or answer.status_code == 429:
+        return None
+    if answer.is_success:
+        try:
+            joined = msgspec.json.decode(answer.content, type=Identity)
+        except msgspec.DecodeError:
+            raise InvalidInput(f"--join {url}: what answers there is no Tandem control plane", field="join") from None
+        return msgspec.structs.replace(joined, control_plane=url)
+    raise Forbidden(f"The control plane refused to let this node join: {_message(answer)}")
+
+
+def _message(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return f"it answered {answer.status_code}; is {answer.url.host} a Tandem control plane?"
+
+
+def _await(
+    ask: Callable[[str, str, str], Identity | None], url: str, token: str, name: str, sleep: Callable[[float], None]
+) -> Identity:
+    told = False
+    while (identity := ask(url, token, name)) is None:
+        if not told:
+            log.info("The control plane at %s is not up yet; this is tried until it is.", url)
+            told = True
+        sleep(TRY_EVERY_SECONDS)
+    log.info("Joined %s as node %s.", url, identity.name)
+    return identity
+
+
+def _read(file: Path) -> Identity | None:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Identity)
+    except FileNotFoundError:
+        return None
+    except msgspec.DecodeError:
+        log.warning("%s cannot be read; this node has to join again.", file)
+        return None
+
+
+def _is_outdated(stored: Identity, control_plane: str) -> bool:
+    if control_plane and stored.control_plane != control_plane:
+        return True
+    client = connect(stored.redis_url)
+    try:
+        client.ping()
+    except redis.AuthenticationError:
+        return True
+    except redis.RedisError:
+        return False
+    finally:
+        client.close()
+    return False

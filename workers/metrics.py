@@ -1,0 +1,63 @@
+"""From an engine's Prometheus text to the few figures that the control plane needs. Pure.
+
+Only the named lines are looked at: an engine's page has thousands. Series of several data-parallel ranks are added up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from typing import NamedTuple
+
+from controlplane.fleet.model import EngineLoad
+
+_LINE = re.compile(r"^vllm:([a-z_]+)(?:\{(.*)\})? (\S+)$")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+_FIELDS = {
+    "num_requests_running": "running",
+    "num_requests_waiting": "waiting",
+    "nixl_bytes_transferred_sum": "nixl_bytes",
+    "nixl_xfer_time_seconds_sum": "nixl_seconds",
+    "nixl_xfer_time_seconds_count": "nixl_transfers",
+    "nixl_num_failed_transfers_total": "nixl_failures",
+    "nixl_num_failed_notifications_total": "nixl_failures",
+    "nixl_num_kv_expired_reqs_total": "kv_expired",
+    "generation_tokens_total": "generated_tokens",
+}
+_SOURCES = {
+    "local_compute": "prompt_tokens_local",
+    "local_cache_hit": "prompt_tokens_cached",
+    "external_kv_transfer": "prompt_tokens_transferred",
+}
+
+
+class Figures(NamedTuple):
+    load: EngineLoad
+    block_size: int | None
+    """Tokens in one KV block, where the engine tells it."""
+
+
+def read(text: str) -> Figures:
+    """The figures of one `/metrics` page; what is missing there is 0."""
+    sums: dict[str, float] = defaultdict(float)
+    usage = 0.0
+    block_size = None
+    for line in text.splitlines():
+        if not line.startswith("vllm:") or (match := _LINE.match(line)) is None:
+            continue
+        name, labels, value = match[1], match[2] or "", match[3]
+        if (field := _FIELDS.get(name)) is not None:
+            sums[field] += float(value)
+        elif name == "prompt_tokens_by_source_total":
+            source = dict(_LABEL.findall(labels)).get("source", "")
+            if (field := _SOURCES.get(source)) is not None:
+                sums[field] += float(value)
+        elif name == "kv_cache_usage_perc":
+            usage = max(usage, float(value))
+        elif name == "cache_config_info":
+            size = dict(_LABEL.findall(labels)).get("block_size", "")
+            block_size = int(size) if size.isdigit() else block_size
+    seconds = sums.pop("nixl_seconds", 0.0)
+    counts = {field: int(value) for field, value in sums.items()}
+    return Figures(EngineLoad(kv_usage=usage, nixl_seconds=seconds, **counts), block_size)

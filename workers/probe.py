@@ -1,0 +1,201 @@
+"""What an engine says over HTTP: alive, really answering, how loaded; and whether KV really moves between two engines.
+
+Every call has a timeout, and a failure is an `Unanswered` with one sentence for people, without a secret in it. An engine
+that answers `/health` has proved nothing: only a completion counts, and for a pair only bytes that moved.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import httpx
+from msgspec import Struct
+
+from controlplane.fleet.model import EngineLoad, PairProof, Peer
+from workers import metrics
+from workers.metrics import Figures
+
+QUICK_SECONDS = 5.0
+"""For `/health` and everything that costs the engine nothing."""
+COMPLETION_SECONDS = 120.0
+"""For a few real tokens; a first one may compile kernels."""
+METRICS_LAG_SECONDS = 5.0
+"""An engine's counters follow its answer a little later."""
+DEFAULT_BLOCK = 128
+LOW_TOKEN, HIGH_TOKEN = 300, 2_000
+"""Token ids that are ordinary text in every vocabulary we know of, small test models included."""
+
+
+class Unanswered(Exception):
+    """The engine did not answer as it should; the message says how."""
+
+
+class Identity(Struct, frozen=True):
+    """What an engine says about itself once it is up."""
+
+    version: str
+    max_model_len: int | None
+    kv_events: bool | None
+    block_size: int | None
+
+
+class EngineClient:
+    """One engine's HTTP surface, with its secret. Not for requests of users."""
+
+    def __init__(self, url: str, secret: str, *, transport: httpx.BaseTransport | None = None) -> None:
+        self.url = url
+        self._http = httpx.Client(
+            base_url=url,
+            headers={"Authorization": f"Bearer {secret}"} if secret else {},
+            timeout=httpx.Timeout(QUICK_SECONDS),
+            trust_env=False,  # engines are on this network: never by a proxy
+            transport=transport,
+        )
+
+    def __enter__(self) -> EngineClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    def health(self) -> None:
+        """Raises `Unanswered` unless the engine calls itself healthy."""
+        self._ask("GET", "/health")
+
+    def identity(self) -> Identity:
+        """Version, limits and KV events. The guarded `/v1/models` makes it an authenticated answer."""
+        models = self._json("GET", "/v1/models").get("data") or [{}]
+        sources = self._json("GET", "/kv_event_sources")
+        return Identity(
+            version=str(self._json("GET", "/version").get("version", "")),
+            max_model_len=models[0].get("max_model_len"),
+            kv_events=any(s.get("enable_kv_cache_events", True) and s.get("endpoint") for s in sources.values()),
+            block_size=self.figures().block_size,
+        )
+
+    def figures(self) -> Figures:
+        return metrics.read(self._ask("GET", "/metrics").text)
+
+    def complete(self, model: str, prompt: str | list[int], *, max_tokens: int, **more: object) -> dict[str, Any]:
+        """A real text completion. Raises `Unanswered` also when the answer holds no token."""
+        body = {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            **more,
+        }
+        answer = self._json("POST", "/v1/completions", json=body, timeout=COMPLETION_SECONDS)
+        usage = answer.get("usage") or {}
+        if not answer.get("choices") or not usage.get("completion_tokens"):
+            raise Unanswered("/v1/completions answered 200 without a single token")
+        return answer
+
+    def _json(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        answer = self._ask(method, path, **options)
+        try:
+            value = answer.json()
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise Unanswered(f"{path} answered something that is not a JSON object")
+        return value
+
+    def _ask(self, method: str, path: str, **options: Any) -> httpx.Response:
+        try:
+            answer = self._http.request(method, path, **options)
+        except httpx.TimeoutException:
+            raise Unanswered(f"{path} gave no answer in time") from None
+        except httpx.HTTPError as error:
+            raise Unanswered(f"{path}: {type(error).__name__}") from None
+        if answer.status_code != 200:
+            raise Unanswered(f"{path} answered {answer.status_code}{_reason(answer)}")
+        return answer
+
+
+def _reason(answer: httpx.Response) -> str:
+    text = " ".join(answer.text.split())[:200]
+    return f": {text}" if text else ""
+
+
+FOR_REMOTE_DECODE = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""Asks a prefill engine to keep a prompt's KV for a decode engine to fetch."""
+
+
+def prove_pair(
+    decode: EngineClient,
+    prefill: EngineClient,
+    peer: Peer,
+    *,
+    model: str,
+    block_size: int | None,
+    max_model_len: int | None,
+    chance: random.Random,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> PairProof:
+    """Sends one fresh prompt through both engines and looks whether its KV moved.
+
+    The prompt is longer than one KV block and has never been seen, so that decode can hold nothing of it. A busy decode
+    engine's counters also move by its users' requests: there a completion and risen counters are weaker evidence.
+    """
+
+    def verdict(ok: bool, detail: str, moved: int = 0, seconds: float = 0.0) -> PairProof:
+        return PairProof(peer.engine, peer.attempt, ok, detail, bytes_moved=moved, seconds=seconds)
+
+    prompt = fresh_prompt(block_size or DEFAULT_BLOCK, max_model_len, chance)
+    try:
+        answer = prefill.complete(model, prompt, max_tokens=1, kv_transfer_params=FOR_REMOTE_DECODE)
+    except Unanswered as error:
+        return verdict(False, f"Prefill on {peer.engine} failed: {error}")
+    params = answer.get("kv_transfer_params")
+    if not params or not params.get("do_remote_prefill"):
+        return verdict(False, f"{peer.engine} answered without KV transfer parameters.")
+    try:
+        before = decode.figures().load
+        decode.complete(model, prompt, max_tokens=2, kv_transfer_params=params)
+        after = _settled(decode, before, clock, sleep)
+    except Unanswered as error:
+        return verdict(False, f"Decode with KV from {peer.engine} failed: {error}")
+    moved = after.nixl_bytes - before.nixl_bytes
+    taken = after.prompt_tokens_transferred - before.prompt_tokens_transferred
+    computed = after.prompt_tokens_local - before.prompt_tokens_local
+    seconds = max(after.nixl_seconds - before.nixl_seconds, 0.0)
+    if moved <= 0 and taken <= 0:
+        return verdict(False, f"No KV came from {peer.engine}: decode computed the prompt itself.")
+    if computed >= len(prompt) > taken:
+        return verdict(False, f"Only {taken} of {len(prompt)} prompt tokens came from {peer.engine}.", moved, seconds)
+    return verdict(True, f"{len(prompt)} prompt tokens came from {peer.engine}.", moved, seconds)
+
+
+def fresh_prompt(block_size: int, max_model_len: int | None, chance: random.Random) -> list[int]:
+    """Random token ids, an eighth longer than one block where the model's limit allows it."""
+    length = block_size + block_size // 8 + 2
+    if max_model_len is not None:
+        length = max(1, min(length, max_model_len - 4))
+    return [chance.randrange(LOW_TOKEN, HIGH_TOKEN) for _ in range(length)]
+
+
+def _settled(
+    decode: EngineClient, before: EngineLoad, clock: Callable[[], float], sleep: Callable[[float], None]
+) -> EngineLoad:
+    deadline = clock() + METRICS_LAG_SECONDS
+    while True:
+        after = decode.figures().load
+        if after.nixl_bytes > before.nixl_bytes or clock() >= deadline:
+            return after
+        sleep(0.1)

@@ -1,0 +1,147 @@
+"""One engine's operating-system process: started in a session and folder of its own, found again, ended with all it started.
+
+Knows nothing of plans or HTTP. A process is recognised by boot, pid and start time, and its helpers by the folder they
+work in: never by name.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from controlplane.fleet.config import VARIABLES
+from workers.record import LOG, private_folder
+
+
+def boot_id() -> str:
+    """Changes with every boot of this machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+class Stat(NamedTuple):
+    """What `/proc` says of a process that is alive."""
+
+    ticks: int
+    """Start time in clock ticks since boot (psutil's `create_time` moves when the clock is set)."""
+    terminal: int
+    """0: it has none."""
+
+
+def stat(pid: int) -> Stat | None:
+    """None: the process is gone, or a zombie."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, *fields = text.rpartition(")")[2].split()
+    return None if state in "ZX" else Stat(ticks=int(fields[18]), terminal=int(fields[3]))
+
+
+def members(folder: Path) -> list[int]:
+    """Every process that works in an attempt's folder: the engine, what it started, and what outlived it.
+
+    One with a terminal is somebody who looks at the log, not ours.
+    """
+    found = []
+    for pid in psutil.pids():
+        try:
+            if Path(f"/proc/{pid}/cwd").readlink() != folder:
+                continue
+        except OSError:
+            continue
+        seen = stat(pid)
+        if seen is not None and seen.terminal == 0:
+            found.append(pid)
+    return found
+
+
+def base_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What an engine inherits: the agent's environment without Tandem's own settings and secrets."""
+    ours = {name for variable in VARIABLES for name in (variable.name, variable.name + "_FILE")}
+    return {name: value for name, value in environ.items() if name not in ours}
+
+
+class EngineProcess:
+    """A running, or just ended, engine process."""
+
+    def __init__(self, pid: int, folder: Path, ticks: int, *, child: subprocess.Popen[bytes] | None = None) -> None:
+        self.pid = pid
+        self.folder = folder
+        self.ticks = ticks
+        self._child = child
+
+    @classmethod
+    def launch(cls, argv: Sequence[str], env: Mapping[str, str], folder: Path) -> EngineProcess:
+        """Starts the engine in its own session, working in its folder, its output appended to the attempt's log.
+
+        Raises `OSError` when the program cannot be executed.
+        """
+        folder = private_folder(folder).resolve()
+        with open(os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
+            child = subprocess.Popen(
+                argv,
+                env={**base_environment(os.environ), **env},
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return cls(child.pid, folder, (stat(child.pid) or Stat(0, 0)).ticks, child=child)
+
+    @classmethod
+    def adopt(cls, pid: int, ticks: int, boot: str, folder: Path) -> EngineProcess | None:
+        """The process that a former agent started, if it still runs."""
+        process = cls(pid, folder.resolve(), ticks)
+        return process if boot == boot_id() and process.running() else None
+
+    def running(self) -> bool:
+        if self._child is not None:
+            return self._child.poll() is None
+        seen = stat(self.pid)
+        return seen is not None and seen.ticks == self.ticks
+
+    @property
+    def exit_code(self) -> int | None:
+        """Negative: the signal that ended it. None: it runs, or it was adopted and only init knows."""
+        return None if self._child is None else self._child.poll()
+
+    def terminate(self) -> None:
+        """Asks the engine to end; it ends its helpers itself."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Ends the engine and everything that works in its folder, at once; `sweep` waits for it."""
+        self._signal(signal.SIGKILL)
+        for pid in members(self.folder):
+            _kill(pid, signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.running():
+            _kill(self.pid, number)
+
+
+def sweep(folder: Path, *, patience: float = 5.0) -> None:
+    """Ends whatever still works in an attempt's folder, and waits (seconds) until it is gone.
+
+    It never waits on the processes themselves: that would take an exit code away from its owner.
+    """
+    deadline = time.monotonic() + patience
+    while (left := members(folder)) and time.monotonic() < deadline:
+        for pid in left:
+            _kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _kill(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
