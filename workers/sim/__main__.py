@@ -113,13 +113,13 @@ async def serve(settings: Settings) -> None:
             raise PortTaken(f"KV event port {ports} on {settings.host} cannot be had: {error}") from None
     engine = Engine(settings, faults, publisher)
     side_channel = None
-    if settings.disaggregated:
+    if leases := engine.leases:
         side_channel = SideChannel(
             engine.engine_id,
             settings.block_size,
-            read=engine.read_blocks,
-            done=engine.reader_done,
-            heartbeat=engine.extend_leases,
+            read=leases.read,
+            done=leases.done,
+            heartbeat=leases.extend,
         )
         await side_channel.start(listener(settings.host, settings.side_channel_port, "side channel"))
     await asyncio.sleep(settings.startup_seconds)

@@ -1,6 +1,6 @@
 """The engine itself: continuous batching over a finite KV cache, one step at a time.
 
-Owns the block pool, the queue, leases and pulls. Knows nothing of HTTP or OpenAI. It walks through vLLM's scheduler in
+Owns the block pool and the queue. Knows nothing of HTTP or OpenAI. It walks through vLLM's scheduler in
 small: running sequences first, chunked prefill within a token budget, admission in order of arrival, preemption of the
 newest when blocks run out, one batch of KV events per step.
 """
@@ -11,27 +11,18 @@ import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterable
 from collections.abc import Sequence as Many
-from contextlib import suppress
 
 from workers.sim.events import EventPublisher
 from workers.sim.faults import Faults
+from workers.sim.handover import Leases, Pulls
 from workers.sim.kv import Block, BlockPool, OutOfBlocks, external
 from workers.sim.latency import Pace
 from workers.sim.metrics import Metrics
 from workers.sim.sequence import Phase, Sequence
 from workers.sim.settings import Settings
 from workers.sim.text import Answer, pack
-from workers.sim.transfer import Done, Heartbeat, Remote, TransferFailed, pull, tell
-
-
-class Lease:
-    """Blocks of a finished prefill that wait for their reader."""
-
-    def __init__(self, blocks: list[Block], timer: asyncio.TimerHandle) -> None:
-        self.blocks = blocks
-        self.timer = timer
+from workers.sim.transfer import Remote
 
 
 class Engine:
@@ -52,24 +43,30 @@ class Engine:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._receiving: set[Sequence] = set()
-        self._leases: dict[str, Lease] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
+        self.leases: Leases | None = None
+        self._pulls: Pulls | None = None
+        if nixl := self.metrics.nixl:
+            self.leases = Leases(self.engine_id, settings, faults, self.pool, nixl, self._wake.set)
+            self._pulls = Pulls(settings, faults, nixl)
 
     # --- intake ------------------------------------------------------------------------------------------------
 
     def submit(self, sequence: Sequence) -> None:
+        """Takes a sequence in; its outputs go into its queue."""
+        sequence.phase = Phase.WAITING
         self._waiting.append(sequence)
         self._wake.set()
-        if sequence.remote is not None:
-            self._keep_alive(sequence, sequence.remote)
+        if sequence.remote is not None and self._pulls:
+            wanted = lambda: sequence.phase is Phase.WAITING and sequence.remote is not None  # noqa: E731
+            self._pulls.keep_alive(sequence.remote, wanted)
 
     def abort(self, sequence: Sequence) -> None:
         """The client left: its blocks are free at once, and blocks that wait for it elsewhere are let go."""
-        if sequence.phase is Phase.FINISHED:
+        if sequence.phase in (Phase.NEW, Phase.FINISHED):
             return
-        if sequence.phase is Phase.WAITING and sequence.remote is not None:
-            self._spawn(self._let_go(sequence.remote))
+        if sequence.phase is Phase.WAITING and sequence.remote is not None and self._pulls:
+            self._pulls.let_go(sequence.remote)
         self._finish(sequence, "abort")
 
     def load(self) -> tuple[int, int]:
@@ -171,15 +168,12 @@ class Engine:
             return None
         sequence.computed, sequence.published = cached, len(hits)
         self._count_admission(sequence, cached, count if remote else 0)
-        if remote is None:
-            sequence.phase = Phase.RUNNING
-            self._running.append(sequence)
-            return count
-        sequence.remote = None  # one pull only: after a preemption the prompt is computed here
-        sequence.phase = Phase.RECEIVING
-        self._receiving.add(sequence)
-        self._spawn(self._receive(sequence, remote))
-        return 0
+        if remote and self._pulls:
+            self._receive(sequence, remote, self._pulls)
+            return 0
+        sequence.phase = Phase.RUNNING
+        self._running.append(sequence)
+        return count
 
     def _count_admission(self, sequence: Sequence, cached: int, transferred: int) -> None:
         now = time.monotonic()
@@ -262,8 +256,8 @@ class Engine:
         self.metrics.request_prompt_tokens.observe(sequence.prompt_length)
         self.metrics.request_generation_tokens.observe(len(sequence.tokens) - sequence.prompt_length)
         params = None
-        if sequence.keep_for_reader and reason in ("stop", "length"):
-            params = self._lease(sequence)
+        if sequence.keep_for_reader and self.leases and reason in ("stop", "length"):
+            params = self._lease(sequence, self.leases)
         elif phase is not Phase.RECEIVING:  # a pull still writes into them: it gives them back itself
             self.pool.give_back(sequence.blocks)
             sequence.blocks = []
@@ -283,139 +277,37 @@ class Engine:
         if self._publisher:
             self._publisher.removed(external(digest))
 
-    # --- prefill side: leases ----------------------------------------------------------------------------------
+    # --- hand-over ---------------------------------------------------------------------------------------------
 
-    def _lease(self, sequence: Sequence) -> dict[str, object] | None:
-        request_id = sequence.id
-        seconds = 0.0 if "expire-now" in self.faults else self.settings.lease_seconds
-        timer = asyncio.get_running_loop().call_later(seconds, self._expire, request_id)
+    def _lease(self, sequence: Sequence, leases: Leases) -> dict[str, object] | None:
         kept = sequence.blocks[: -(-sequence.computed // self.pool.block_size)]
         self.pool.give_back(sequence.blocks[len(kept) :])
-        self._leases[request_id] = Lease(kept, timer)
-        if "missing-params" in self.faults:
-            return None
-        return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_block_ids": [[block.id for block in kept]],
-            "remote_engine_id": self.engine_id,
-            "remote_request_id": request_id,
-            "remote_host": self.settings.host,
-            "remote_port": self.settings.side_channel_port,
-            "tp_size": 1,
-            "dcp_size": 1,
-            "pp_size": 1,
-            "remote_num_tokens": sequence.computed,
-            "remote_blocks_expiry_time": None,
-            "transfer_mode": "pull",
-            "remote_prefill_cached_tokens": sequence.cached,
-        }
+        sequence.blocks = []
+        return leases.grant(sequence.id, kept, sequence.computed, sequence.cached)
 
-    def _expire(self, request_id: str) -> None:
-        lease = self._leases.pop(request_id)
-        self.pool.give_back(lease.blocks)
-        self._wake.set()
-        if self.metrics.nixl:
-            self.metrics.nixl.expired.add(1)
+    def _receive(self, sequence: Sequence, remote: Remote, pulls: Pulls) -> None:
+        sequence.remote = None  # one pull only: after a preemption the prompt is computed here
+        sequence.phase = Phase.RECEIVING
+        self._receiving.add(sequence)
+        blocks = sequence.blocks[sequence.published :]
+        pulls.start(sequence.id, blocks, remote, lambda worked: self._received(sequence, worked))
 
-    def read_blocks(self, block_ids: Iterable[int]) -> list[bytes]:
-        """What those blocks hold now, whoever owns them."""
-        blocks = self.pool.blocks
-        if "wrong-kv" in self.faults:
-            return [bytes(reversed(blocks[id].content)) for id in block_ids if id < len(blocks)]
-        return [blocks[id].content for id in block_ids if id < len(blocks)]
-
-    def reader_done(self, request_id: str) -> None:
-        """A decode engine has what it needs: the blocks are free."""
-        lease = self._leases.pop(request_id, None)
-        if lease is None:
-            if self.metrics.nixl:
-                self.metrics.nixl.notified_after_expiry.add(1)
-            return
-        lease.timer.cancel()
-        self.pool.give_back(lease.blocks)
-        self._wake.set()
-
-    def extend_leases(self, request_ids: Iterable[str]) -> None:
-        """A decode engine still has those requests in its queue."""
-        loop = asyncio.get_running_loop()
-        for request_id in request_ids:
-            if lease := self._leases.get(request_id):
-                lease.timer.cancel()
-                lease.timer = loop.call_later(self.settings.lease_seconds, self._expire, request_id)
-
-    # --- decode side: pulls ------------------------------------------------------------------------------------
-
-    async def _receive(self, sequence: Sequence, remote: Remote) -> None:
-        own = sequence.blocks[sequence.computed // self.pool.block_size :]
-        try:
-            await self._pull_into(own, remote)
-            failed = False
-        except TransferFailed as error:
-            print(f"KV transfer of {sequence.id} failed: {error}", flush=True)
-            failed = True
-            if self.metrics.nixl:
-                self.metrics.nixl.failed_transfers.add(1)
+    def _received(self, sequence: Sequence, worked: bool) -> None:
         self._receiving.discard(sequence)
         if sequence.phase is Phase.FINISHED:
             self.pool.give_back(sequence.blocks)
-        elif failed:
-            sequence.phase = Phase.RUNNING
-            self._running.append(sequence)
-            self._finish(sequence, "error")
         else:
-            sequence.computed = len(sequence.tokens) - 1  # the last token is computed again, for its logits
-            self._publish(sequence)
             sequence.phase = Phase.RUNNING
             self._running.append(sequence)
+            if worked:
+                sequence.computed = len(sequence.tokens) - 1  # the last token is computed again, for its logits
+                self._publish(sequence)
+            else:
+                self._finish(sequence, "error")
         self._wake.set()
 
-    async def _pull_into(self, own: Many[Block], remote: Remote) -> None:
-        settings, nixl = self.settings, self.metrics.nixl
-        if "transfer-fails" in self.faults or nixl is None:
-            raise TransferFailed("told to fail" if nixl else "an aggregated engine has no connector")
-        block_bytes = settings.block_size * settings.kv_bytes_per_token
-        seconds = block_bytes / settings.transfer_bytes_per_second
-        if "slow-transfer" in self.faults:
-            seconds *= 100
-        contents, took = await pull(remote, len(own), settings.block_size, seconds)
-        for block, content in zip(own, contents, strict=False):
-            block.content = content
-        nixl.seconds.observe(took)
-        nixl.post_seconds.observe(0.0)
-        nixl.bytes.observe(len(contents) * block_bytes)
-        nixl.descriptors.observe(len(contents))
-
-    async def _let_go(self, remote: Remote) -> None:
-        try:
-            await tell(remote, self.settings.block_size, [Done(remote.request_id)])
-        except TransferFailed:
-            if self.metrics.nixl:
-                self.metrics.nixl.failed_notifications.add(1)
-                self.metrics.nixl.failed_transfers.add(1)
-
-    def _keep_alive(self, sequence: Sequence, remote: Remote) -> None:
-        """Renews the lease over there while the request waits here for room."""
-
-        def beat() -> None:
-            if sequence.phase is Phase.WAITING and sequence.remote is not None:
-                self._spawn(self._beat(remote))
-                self._keep_alive(sequence, remote)
-
-        asyncio.get_running_loop().call_later(self.settings.lease_seconds / 6, beat)
-
-    async def _beat(self, remote: Remote) -> None:
-        with suppress(TransferFailed):
-            await tell(remote, self.settings.block_size, [Heartbeat([remote.request_id])])
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def close(self) -> None:
-        for lease in self._leases.values():
-            lease.timer.cancel()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.leases:
+            self.leases.close()
+        if self._pulls:
+            await self._pulls.close()

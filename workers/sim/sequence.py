@@ -15,6 +15,7 @@ from workers.sim.transfer import Remote
 
 
 class Phase(Enum):
+    NEW = auto()
     WAITING = auto()
     RECEIVING = auto()
     """Its KV is being pulled from a prefill engine."""
@@ -80,7 +81,7 @@ class Sequence:
         self.remote = remote
         self.remote_cached_tokens = remote.cached_tokens if remote else None
         self.keep_for_reader = keep_for_reader
-        self.phase = Phase.WAITING
+        self.phase = Phase.NEW
         self.blocks: list[Block] = []
         self.digests: list[bytes] = []
         self.published = 0
