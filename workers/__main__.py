@@ -24,7 +24,7 @@ from controlplane.fleet import wire
 from controlplane.fleet.config import Config, load
 from controlplane.fleet.errors import Conflict, TandemError
 from controlplane.fleet.model import EngineAssignment, NodeFacts, Ports, Runtime
-from workers import command, hardware, runtimes
+from workers import command, hardware, models, runtimes
 from workers.agent import Agent
 from workers.app import WakeWorker
 from workers.join import Identity, identify
@@ -150,8 +150,6 @@ class Node:
         return runtimes.ensure(kind, cache=self._cache, progress=progress)
 
     def _ensure_model(self, model: str, *, runtime: runtimes.EngineRuntime, progress: Progress) -> Path:
-        from workers import models
-
         return models.ensure(
             model, runtime=runtime, cache=self._cache, hf_token=self._config.hf_token, progress=progress
         )
