@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from http import HTTPStatus
 from typing import Protocol
 
@@ -35,7 +35,9 @@ from workers.sim.http import (
     not_found,
     unless_gone,
 )
+from workers.sim.messages import Messages
 from workers.sim.requests import Json, TokenizeRequest, parse
+from workers.sim.responses import Responses
 from workers.sim.settings import VERSION, Settings
 from workers.sim.text import encode, pieces, render_chat
 
@@ -51,9 +53,17 @@ class Endpoint(Protocol):
     job: Job
     asked_model: str | None
 
-    def whole(self, request_id: str, generation: Generation, choices: list[Choice]) -> Json: ...
+    def refuse(self, error: ApiError) -> ApiError:
+        """The error in this API's shape."""
 
-    def chunks(self, request_id: str, generation: Generation) -> AsyncIterator[bytes]: ...
+    def failed(self, error: ApiError) -> Iterable[bytes]:
+        """The last frames of a stream that broke. May raise it: then the connection breaks."""
+
+    def whole(self, request_id: str, generation: Generation, choices: list[Choice]) -> Json:
+        """The answer to a request that does not stream."""
+
+    def chunks(self, request_id: str, generation: Generation) -> AsyncIterator[bytes]:
+        """The frames of one that does."""
 
 
 class FaultsRequest(Struct):
@@ -80,8 +90,10 @@ class App:
             "/sim/faults": self._show_faults,
         }
         self._post: dict[str, Callable[[Exchange], Awaitable[None]]] = {
-            "/v1/chat/completions": lambda exchange: self._generate(exchange, Chat),
-            "/v1/completions": lambda exchange: self._generate(exchange, Completion),
+            "/v1/chat/completions": lambda exchange: self._generate(exchange, Chat.read),
+            "/v1/completions": lambda exchange: self._generate(exchange, Completion.read),
+            "/v1/responses": lambda exchange: self._generate(exchange, Responses.read),
+            "/v1/messages": lambda exchange: self._generate(exchange, Messages.read),
             "/tokenize": self._tokenize,
             "/reset_prefix_cache": self._reset_prefix_cache,
             "/sim/faults": self._set_faults,
@@ -199,19 +211,22 @@ class App:
         if model and model != self._settings.served_model_name:
             raise ApiError(f"The model `{model}` does not exist.", status=404, kind="NotFoundError", param="model")
 
-    async def _generate(self, exchange: Exchange, kind: Callable[[bytes, Settings], Endpoint]) -> None:
+    async def _generate(self, exchange: Exchange, read: Callable[[bytes, Settings], Endpoint]) -> None:
         body = await exchange.body()
         if not exchange.header(b"content-type").lower().startswith("application/json"):
             raise ApiError(
                 "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed",
                 kind="Bad Request",
             )
-        endpoint = kind(body, self._settings)
-        self._check_model(endpoint.asked_model)
+        endpoint = read(body, self._settings)
+        try:
+            self._check_model(endpoint.asked_model)
+            if "http-500" in self._faults:
+                raise internal()
+        except ApiError as error:
+            raise endpoint.refuse(error) from None
         if self._faults.crash_due():
             os._exit(1)
-        if "http-500" in self._faults:
-            raise internal()
         request_id = endpoint.prefix + (exchange.header(b"x-request-id") or secrets.token_hex(16))
         generation = Generation(self._engine, request_id, endpoint.job)
         self._load += 1
@@ -226,9 +241,12 @@ class App:
             await asyncio.Event().wait()
         if endpoint.job.stream:
             chunks = endpoint.chunks(request_id, generation)
-            await exchange.stream(self._spoiled(_with_error(chunks)))
+            await exchange.stream(self._spoiled(_with_error(chunks, endpoint)))
             return
-        choices = await generation.choices()
+        try:
+            choices = await generation.choices()
+        except ApiError as error:
+            raise endpoint.refuse(error) from None
         if "empty-stream" in self._faults:
             for choice in choices:
                 choice.text, choice.tokens = "", 0
@@ -255,11 +273,11 @@ class App:
                 await asyncio.Event().wait()
 
 
-async def _with_error(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _with_error(chunks: AsyncIterator[bytes], endpoint: Endpoint) -> AsyncIterator[bytes]:
     """A failure inside a stream becomes an event of it: its headers have left long ago."""
     try:
         async for chunk in chunks:
             yield chunk
     except ApiError as error:
-        yield event(error.body)
-        yield DONE
+        for frame in endpoint.failed(error):
+            yield frame

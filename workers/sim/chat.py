@@ -72,8 +72,14 @@ class Chat:
 
     prefix = "chatcmpl-"
 
-    def __init__(self, body: bytes, settings: Settings) -> None:
-        self.request = request = parse(body, ChatRequest)
+    @classmethod
+    def read(cls, body: bytes, settings: Settings) -> Chat:
+        """Raises `ApiError`."""
+        return cls(parse(body, ChatRequest), settings)
+
+    def __init__(self, request: ChatRequest, settings: Settings) -> None:
+        """Raises `ApiError`."""
+        self.request = request
         request.check()
         self.asked_model, self.model = request.model, settings.served_model_name
         self.created = int(time.time())
@@ -123,6 +129,12 @@ class Chat:
             function = {"name": self.tool.name, "arguments": choice.text}
             message["tool_calls"] = [{"id": tool_call_id(), "type": "function", "function": function}]
         return message
+
+    def refuse(self, error: ApiError) -> ApiError:
+        return error
+
+    def failed(self, error: ApiError) -> list[bytes]:
+        return [event(error.body), DONE]
 
     def whole(self, request_id: str, generation: Generation, choices: list[Choice]) -> Json:
         return {

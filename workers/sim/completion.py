@@ -52,8 +52,14 @@ class Completion:
 
     prefix = "cmpl-"
 
-    def __init__(self, body: bytes, settings: Settings) -> None:
-        self.request = request = parse(body, CompletionRequest)
+    @classmethod
+    def read(cls, body: bytes, settings: Settings) -> Completion:
+        """Raises `ApiError`."""
+        return cls(parse(body, CompletionRequest), settings)
+
+    def __init__(self, request: CompletionRequest, settings: Settings) -> None:
+        """Raises `ApiError`."""
+        self.request = request
         request.check()
         self.asked_model, self.model = request.model, settings.served_model_name
         self.created = int(time.time())
@@ -82,6 +88,12 @@ class Completion:
             cache_salt=request.cache_salt,
             kv_transfer_params=request.kv_transfer_params,
         )
+
+    def refuse(self, error: ApiError) -> ApiError:
+        return error
+
+    def failed(self, error: ApiError) -> list[bytes]:
+        return [event(error.body), DONE]
 
     def whole(self, request_id: str, generation: Generation, choices: list[Choice]) -> Json:
         top = self.request.logprobs

@@ -98,6 +98,11 @@ def event(data: object) -> bytes:
     return b"data: " + encode(data) + b"\n\n"
 
 
+def named_event(data: dict[str, object]) -> bytes:
+    """A frame whose `event:` line repeats the `type` of its data."""
+    return b"event: " + str(data["type"]).encode() + b"\ndata: " + encode(data) + b"\n\n"
+
+
 DONE = b"data: [DONE]\n\n"
 
 

@@ -70,6 +70,51 @@ class CompletionRequest(Common, kw_only=True):
     echo: bool | None = False
 
 
+class MessagesRequest(Struct, kw_only=True):
+    """Anthropic's Messages API."""
+
+    model: str
+    messages: list[Json]
+    max_tokens: Positive
+    stream: bool | None = False
+    system: str | list[Json] | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    tools: list[Json] | None = None
+    tool_choice: Json | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    kv_transfer_params: Json | None = None
+
+
+class ResponsesRequest(Struct, kw_only=True):
+    """OpenAI's Responses API. The fields that only return in the reply are taken as they come."""
+
+    input: str | list[Json]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: Positive | None = None
+    stream: bool | None = False
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[Json] = []
+    tool_choice: str | Json = "auto"
+    parallel_tool_calls: bool | None = True
+    previous_response_id: str | None = None
+    metadata: Json | None = None
+    reasoning: Json | None = None
+    text: Json | None = None
+    truncation: str | None = "disabled"
+    service_tier: str | None = "auto"
+    user: str | None = None
+    background: bool | None = False
+    ignore_eos: bool = False
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    request_id: str | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    kv_transfer_params: Json | None = None
+
+
 class TokenizeRequest(Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
