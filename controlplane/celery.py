@@ -9,14 +9,21 @@ from celery import Celery
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
 
 from controlplane.fleet import config
+from controlplane.publish import DEFAULT_REDIS, broker_url
 
 RECONCILE_EVERY = 1.0
 
 app = Celery("tandem")
 app.conf.update(
-    broker_url=config.load().redis_url or "redis://127.0.0.1:6379/0",
+    broker_url=broker_url(config.load().redis_url or DEFAULT_REDIS),
     broker_connection_retry_on_startup=True,
-    broker_transport_options={"global_keyprefix": "tandem:control:", "socket_keepalive": True},
+    broker_connection_max_retries=None,
+    broker_transport_options={
+        "global_keyprefix": "tandem:control:",
+        "socket_keepalive": True,
+        "socket_connect_timeout": 3,
+        "max_retries": 0,  # of a sender only: a web request never waits for Redis, the beat comes anyway
+    },
     task_default_queue="control",
     task_ignore_result=True,
     task_serializer="json",

@@ -1,9 +1,330 @@
 """The only way out of the control plane: plans to agents, the snapshot to routers, "this changed" to browsers.
 
 Everything sent is a whole set with a generation, so that a lost message costs only the time to the next beat. When Redis
-is away, sending raises `Unavailable`; the caller's next beat sends again.
+is away, every method raises `Unavailable`; the caller's next beat sends again. No database here.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property, lru_cache
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import quote, urlsplit, urlunsplit
+
+import msgspec
+import redis
+from asgiref.sync import async_to_sync
+from celery import Celery
+from channels.layers import get_channel_layer
+from kombu.connection import Connection
+from kombu.exceptions import OperationalError
+
+from controlplane.fleet import config, wire
+from controlplane.fleet.errors import Unavailable
+from controlplane.fleet.wire import FleetSnapshot, NodePlan, NodeReport, RouterStatus
+
+log = logging.getLogger(__name__)
+
 LIVE_GROUP = "changed"
+DEFAULT_REDIS = "redis://127.0.0.1:6379/0"
+_VERSION_KEY = wire.SNAPSHOT_KEY + ":version"
+_LOCAL = ("127.0.0.1", "localhost", "::1", "")
+
+
+class LogLines(NamedTuple):
+    lines: list[str]
+    cursor: str
+    """Id of the last entry read; `0-0` before the first."""
+
+
+class Publisher(Protocol):
+    """Both forms. Every method raises `Unavailable` when the other side cannot be reached."""
+
+    def read_reports(self, nodes: Iterable[str]) -> dict[str, NodeReport]:
+        """The newest report of each node that has one. A report that cannot be read is left out and logged."""
+
+    def router_statuses(self) -> list[RouterStatus]:
+        """What the living router processes said last."""
+
+    def snapshot_version(self) -> int | None:
+        """Version of the stored snapshot; None: there is none."""
+
+    def send_plan(self, plan: NodePlan) -> None:
+        """Store the node's plan and wake its agent. The stored plan is the truth: a broken wake-up is only logged."""
+
+    def publish_snapshot(self, snapshot: FleetSnapshot) -> None:
+        """Store the snapshot and tell the routers its version."""
+
+    def push_live(self, *topics: str) -> None:
+        """Tell the browsers that these changed: `deployments`, `deployment:<name>`, `nodes`, `node:<name>`."""
+
+    def ensure_node_user(self, node: str, digest: str) -> None:
+        """Make the node's Redis user, limited to its own keys; `digest`: SHA-256 of its password as hex."""
+
+    def ensure_node_users(self, digests: Mapping[str, str]) -> None:
+        """Make again those users that Redis has lost: it forgets them when it restarts."""
+
+    def node_url(self, node: str, password: str, host: str) -> str:
+        """The URL with which an agent that reaches the control plane at `host` reaches Redis."""
+
+    def forget_node(self, node: str) -> None:
+        """Take the node's access away and delete its plan and report."""
+
+    def tail_log(self, key: str, lines: int) -> LogLines:
+        """The last lines of a log stream."""
+
+    def follow_log(self, key: str, cursor: str, wait_seconds: float) -> LogLines:
+        """Lines after the cursor, as soon as there are any; none after `wait_seconds`."""
+
+
+class RedisPublisher:
+    """The form of the product. Connections are made when first used, and again after a loss."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        # RESP2 is understood by every server, and its replies have one shape. (The stubs mix all shapes: hence Any.)
+        self._redis: Any = redis.Redis.from_url(url, protocol=2, socket_connect_timeout=3, socket_timeout=5)
+        self._patient: Any = redis.Redis.from_url(url, protocol=2, socket_connect_timeout=3)
+        self._ensured: dict[str, str] = {}
+
+    def read_reports(self, nodes: Iterable[str]) -> dict[str, NodeReport]:
+        names = list(nodes)
+        if not names:
+            return {}
+        with _unavailable():
+            found = self._redis.mget([wire.report_key(name) for name in names])
+        reports = {}
+        for name, data in zip(names, found, strict=True):
+            if data is not None and (report := _decoded(data, NodeReport, f"report of node {name}")) is not None:
+                reports[name] = report
+        return reports
+
+    def router_statuses(self) -> list[RouterStatus]:
+        with _unavailable():
+            keys = list(self._redis.scan_iter(match=wire.router_key("*"), count=1000))
+            found = self._redis.mget(keys) if keys else []
+        statuses = (_decoded(data, RouterStatus, "router status") for data in found if data is not None)
+        return [status for status in statuses if status is not None]
+
+    def snapshot_version(self) -> int | None:
+        with _unavailable():
+            version = self._redis.get(_VERSION_KEY)
+        return None if version is None else int(version)
+
+    def send_plan(self, plan: NodePlan) -> None:
+        with _unavailable():
+            self._redis.set(wire.plan_key(plan.node), wire.encode(plan))
+        prefix, queue = wire.node_prefix(plan.node), wire.queue_name(plan.node)
+        try:
+            with Connection(  # type: ignore[no-untyped-call]
+                broker_url(self._url),
+                connect_timeout=3,
+                transport_options={"global_keyprefix": prefix, "max_retries": 0, "socket_connect_timeout": 3},
+            ) as connection:
+                self._celery.send_task(
+                    wire.APPLY_PLAN_TASK,
+                    queue=queue,
+                    connection=connection,
+                    expires=wire.PLAN_TASK_EXPIRES,
+                    retry=False,
+                    ignore_result=True,
+                )
+            # A dead node's queue goes by itself: nobody else takes expired messages out of it.
+            self._redis.expire(prefix + queue, wire.PLAN_TASK_EXPIRES)
+        except (OperationalError, redis.RedisError, OSError) as error:
+            log.warning("node %s was not woken for plan %d: %s", plan.node, plan.generation, error)
+
+    def publish_snapshot(self, snapshot: FleetSnapshot) -> None:
+        with _unavailable():
+            pipeline = self._redis.pipeline(transaction=True)
+            pipeline.set(wire.SNAPSHOT_KEY, wire.encode(snapshot))
+            pipeline.set(_VERSION_KEY, snapshot.version)
+            pipeline.publish(wire.SNAPSHOT_KEY, snapshot.version)
+            pipeline.execute()
+
+    def push_live(self, *topics: str) -> None:
+        layer = get_channel_layer()
+        if layer is None or not topics:
+            return
+
+        async def send() -> None:
+            for topic in topics:
+                await layer.group_send(LIVE_GROUP, {"type": "changed", "topic": topic})
+
+        with _unavailable():
+            async_to_sync(send)()
+
+    def ensure_node_user(self, node: str, digest: str) -> None:
+        with _unavailable():
+            self._redis.execute_command(
+                "ACL", "SETUSER", wire.acl_user(node), "reset", "on", f"#{digest}", *wire.acl_rules(node)
+            )
+        self._ensured[node] = digest
+
+    def ensure_node_users(self, digests: Mapping[str, str]) -> None:
+        if not digests:
+            return
+        with _unavailable():
+            present = {name.decode() for name in self._redis.execute_command("ACL", "USERS")}
+        for node, digest in digests.items():
+            if wire.acl_user(node) not in present or self._ensured.get(node) != digest:
+                self.ensure_node_user(node, digest)
+
+    def node_url(self, node: str, password: str, host: str) -> str:
+        parts = urlsplit(self._url)
+        who = f"{quote(wire.acl_user(node))}:{quote(password)}@"
+        if parts.scheme == "unix":
+            if host not in _LOCAL:
+                raise Unavailable("Redis listens on a unix socket only: set REDIS_URL to one that other nodes reach")
+            return urlunsplit((parts.scheme, who, parts.path, parts.query, ""))
+        reached = host if parts.hostname in _LOCAL else str(parts.hostname)
+        shown = f"[{reached}]" if ":" in reached else reached
+        return urlunsplit((parts.scheme, f"{who}{shown}:{parts.port or 6379}", parts.path, parts.query, ""))
+
+    def forget_node(self, node: str) -> None:
+        with _unavailable():
+            self._redis.execute_command("ACL", "DELUSER", wire.acl_user(node))
+            queue = wire.node_prefix(node) + wire.queue_name(node)
+            self._redis.delete(wire.plan_key(node), wire.report_key(node), queue)
+        self._ensured.pop(node, None)
+
+    def tail_log(self, key: str, lines: int) -> LogLines:
+        with _unavailable():
+            entries = self._redis.xrevrange(key, count=lines)
+        return _log_lines(list(reversed(entries)), "0-0")
+
+    def follow_log(self, key: str, cursor: str, wait_seconds: float) -> LogLines:
+        with _unavailable():
+            found = self._patient.xread({key: cursor}, count=wire.LOG_MAXLEN, block=max(1, int(wait_seconds * 1000)))
+        return _log_lines(found[0][1] if found else [], cursor)
+
+    @cached_property
+    def _celery(self) -> Celery:
+        app = Celery("tandem-wake", set_as_current=False)
+        app.conf.update(task_serializer="json", task_ignore_result=True)
+        return app
+
+
+class InMemoryPublisher:
+    """The form of tests: what was sent can be read back, and what would come from outside is put in."""
+
+    def __init__(self) -> None:
+        self.reports: dict[str, NodeReport] = {}
+        self.routers: list[RouterStatus] = []
+        self.plans: dict[str, NodePlan] = {}
+        self.sent: list[NodePlan] = []
+        self.snapshots: list[FleetSnapshot] = []
+        self.topics: list[str] = []
+        self.users: dict[str, str] = {}
+        self.logs: dict[str, list[str]] = {}
+        self.away = False
+        """Redis cannot be reached."""
+
+    def read_reports(self, nodes: Iterable[str]) -> dict[str, NodeReport]:
+        self._reach()
+        return {name: self.reports[name] for name in nodes if name in self.reports}
+
+    def router_statuses(self) -> list[RouterStatus]:
+        self._reach()
+        return list(self.routers)
+
+    def snapshot_version(self) -> int | None:
+        self._reach()
+        return self.snapshots[-1].version if self.snapshots else None
+
+    def send_plan(self, plan: NodePlan) -> None:
+        self._reach()
+        self.plans[plan.node] = plan
+        self.sent.append(plan)
+
+    def publish_snapshot(self, snapshot: FleetSnapshot) -> None:
+        self._reach()
+        self.snapshots.append(snapshot)
+
+    def push_live(self, *topics: str) -> None:
+        self._reach()
+        self.topics.extend(topics)
+
+    def ensure_node_user(self, node: str, digest: str) -> None:
+        self._reach()
+        self.users[node] = digest
+
+    def ensure_node_users(self, digests: Mapping[str, str]) -> None:
+        self._reach()
+        self.users.update(digests)
+
+    def node_url(self, node: str, password: str, host: str) -> str:
+        return f"redis://{wire.acl_user(node)}:{password}@{host}:6379/0"
+
+    def forget_node(self, node: str) -> None:
+        self._reach()
+        for known in (self.users, self.plans, self.reports):
+            known.pop(node, None)
+
+    def tail_log(self, key: str, lines: int) -> LogLines:
+        self._reach()
+        stored = self.logs.get(key, [])
+        return LogLines(stored[-lines:], f"{len(stored)}-0")
+
+    def follow_log(self, key: str, cursor: str, wait_seconds: float) -> LogLines:
+        self._reach()
+        stored, start = self.logs.get(key, []), int(cursor.split("-")[0])
+        return LogLines(list(islice(stored, start, None)), f"{len(stored)}-0")
+
+    def _reach(self) -> None:
+        if self.away:
+            raise Unavailable("Redis cannot be reached")
+
+
+def broker_url(url: str) -> str:
+    """redis-py's URL in kombu's words: a unix socket is `redis+socket://` there."""
+    return "redis+socket://" + url.removeprefix("unix://") if url.startswith("unix://") else url
+
+
+@lru_cache(maxsize=1)
+def _of_this_process() -> RedisPublisher:
+    return RedisPublisher(config.load().redis_url or DEFAULT_REDIS)
+
+
+_instead: list[Publisher] = []
+
+
+def current() -> Publisher:
+    """The publisher of this process: Redis as configured, unless `using` says otherwise."""
+    return _instead[-1] if _instead else _of_this_process()
+
+
+@contextmanager
+def using(publisher: Publisher) -> Iterator[Publisher]:
+    """Inside, `current()` is this one."""
+    _instead.append(publisher)
+    try:
+        yield publisher
+    finally:
+        _instead.remove(publisher)
+
+
+@contextmanager
+def _unavailable() -> Iterator[None]:
+    try:
+        yield
+    except redis.ResponseError as error:
+        raise Unavailable(f"Redis refused a command: {error}") from error
+    except (redis.RedisError, OSError) as error:
+        raise Unavailable(f"Redis cannot be reached: {error}") from error
+
+
+def _decoded(data: bytes, kind: type[Any], what: str) -> Any:
+    try:
+        return wire.decode(data, kind)
+    except msgspec.MsgspecError as error:  # from an agent of another version: never a reason to stop the loop
+        log.warning("%s cannot be read: %s", what, error)
+        return None
+
+
+def _log_lines(entries: list[Any], cursor: str) -> LogLines:
+    lines = [fields.get(b"line", b"").decode("utf-8", "replace") for _, fields in entries]
+    return LogLines(lines, entries[-1][0].decode() if entries else cursor)

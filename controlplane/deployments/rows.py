@@ -1,0 +1,159 @@
+"""Database rows as the records of `world.py`: the gather step of the reconcile loop. A fixed number of queries, no writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+from math import inf
+from typing import Any
+
+import msgspec
+from django.db.models import Q
+from msgspec.structs import replace
+
+from controlplane.access.models import ApiKey
+from controlplane.deployments.models import Deployment, Engine, Lease, Published, Revision
+from controlplane.deployments.world import DeploymentRecord, EngineRecord, NodeRecord, World
+from controlplane.fleet import spec
+from controlplane.fleet.lifecycle import State
+from controlplane.fleet.model import Observation, Role, Runtime
+from controlplane.fleet.spec import DeploymentSpec
+from controlplane.fleet.wire import NodeReport, RouterStatus, Scope, SnapshotKey
+from controlplane.nodes.models import Node
+from controlplane.nodes.reports import facts_of, is_new, is_stale
+
+SNAPSHOT = "snapshot"
+GRACE = 15.0
+"""Seconds after a pause of the loop in which no limit passes: the reports come first."""
+
+
+@dataclass
+class Gathered:
+    """What a step works on: the world, and the rows that its changes go to."""
+
+    world: World
+    stored: dict[str, EngineRecord]
+    """The engines as their rows have them, before this step's reports."""
+    nodes: dict[str, Node]
+    reports: dict[str, NodeReport]
+    """Those that are not older than what was known."""
+    deployment_ids: dict[str, int]
+    revision_ids: dict[tuple[str, int], int]
+    keys: list[SnapshotKey]
+    published: Published
+
+
+def gather(
+    lease: Lease,
+    nodes: Mapping[str, Node],
+    reports: Mapping[str, NodeReport],
+    routers: Iterable[RouterStatus],
+    *,
+    now: datetime,
+) -> Gathered:
+    """Everything that `decide` needs, as of now."""
+    reports = {name: report for name, report in reports.items() if name in nodes and not is_stale(nodes[name], report)}
+    resumed = lease.resumed_at or now
+    revisions = list(Revision.objects.select_related("deployment").order_by("number"))
+    newest = {revision.deployment_id: revision.number for revision in revisions}
+    specs = {(r.deployment.name, r.number): spec_of(r.spec) for r in revisions}
+    deployments = list(Deployment.objects.all())
+    stored, engines = _engine_records(reports)
+    world = World(
+        nodes={name: _node_record(node, reports.get(name), resumed, now) for name, node in nodes.items()},
+        deployments={d.name: deployment_record(d, newest[d.pk]) for d in deployments if d.pk in newest},
+        engines=engines,
+        specs=specs,
+        routers=tuple(routers),
+        steady=(now - resumed).total_seconds() >= GRACE,
+    )
+    return Gathered(
+        world=world,
+        stored=stored,
+        nodes=dict(nodes),
+        reports=reports,
+        deployment_ids={d.name: d.pk for d in deployments},
+        revision_ids={(r.deployment.name, r.number): r.pk for r in revisions},
+        keys=_keys(now),
+        published=Published.objects.get_or_create(name=SNAPSHOT)[0],
+    )
+
+
+def spec_of(stored: dict[str, Any]) -> DeploymentSpec:
+    """A stored document as the spec it was made from."""
+    return _spec_of_json(msgspec.json.encode(stored))
+
+
+@lru_cache(maxsize=4096)
+def _spec_of_json(data: bytes) -> DeploymentSpec:
+    return spec.parse(msgspec.json.decode(data))
+
+
+def deployment_record(row: Deployment, revision: int) -> DeploymentRecord:
+    return DeploymentRecord(row.name, spec_of(row.intent), revision, deleting=row.deleting_since is not None)
+
+
+def engine_record(row: Engine) -> EngineRecord:
+    """The row as a record (it should come with its deployment, revision and node: each is read)."""
+    return EngineRecord(
+        id=row.id,
+        deployment=row.deployment.name,
+        revision=row.revision.number,
+        role=Role(row.role),
+        index=row.index,
+        state=State(row.state),
+        since=row.since.timestamp(),
+        secret=row.secret,
+        reason=row.reason,
+        attempt=row.attempt,
+        failures=row.failures,
+        node=row.node.name if row.node else None,
+        gpus=tuple(row.gpus),
+        runtime=Runtime(row.runtime) if row.runtime else None,
+        memory_fraction=row.memory_fraction,
+        observation=observation_of(row),
+        ready_at=row.ready_at.timestamp() if row.ready_at else None,
+        left_version=row.left_version,
+    )
+
+
+def observation_of(row: Engine) -> Observation | None:
+    return None if row.observation is None else msgspec.convert(row.observation, Observation)
+
+
+def _node_record(node: Node, report: NodeReport | None, resumed: datetime, now: datetime) -> NodeRecord:
+    facts = facts_of(node)
+    if report is not None and is_new(node, report):
+        silent, facts = 0.0, report.facts
+    else:
+        heard = node.last_report_at
+        silent = inf if heard is None else max(0.0, (now - max(heard, resumed)).total_seconds())
+    took = report is not None and node.plan_generation > 0 and report.plan_generation >= node.plan_generation
+    return NodeRecord(node.name, facts, node.cordoned, silent, took)
+
+
+def _engine_records(reports: Mapping[str, NodeReport]) -> tuple[dict[str, EngineRecord], dict[str, EngineRecord]]:
+    """The engines as stored, and as the newest reports show them. Only what its own node says of its own attempt counts."""
+    seen = {(name, o.engine, o.attempt): o for name, report in reports.items() for o in report.engines}
+    stored = {row.id: engine_record(row) for row in Engine.objects.select_related("deployment", "revision", "node")}
+    now = dict(stored)
+    for engine in stored.values():
+        if (found := seen.get((engine.node or "", engine.id, engine.attempt))) is not None:
+            now[engine.id] = replace(engine, observation=found, reported=True)
+    return stored, now
+
+
+def _keys(now: datetime) -> list[SnapshotKey]:
+    valid = ApiKey.objects.filter(Q(expires_at=None) | Q(expires_at__gt=now), revoked_at=None)
+    return [
+        SnapshotKey(
+            id=key.id,
+            digest=key.digest,
+            scope=Scope(key.scope),
+            expires_at=key.expires_at.timestamp() if key.expires_at else None,
+            models=tuple(key.models_allowed),
+        )
+        for key in valid
+    ]

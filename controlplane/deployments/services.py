@@ -1,0 +1,249 @@
+"""Everything that people change about deployments: the only writer of Deployment and Revision. Engines follow by the loop.
+
+A document's `name` is its identity and never changes; every other field may. Each service checks the role, writes row, Event
+and audit entry in one transaction, and wakes the reconcile loop after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from django.db import IntegrityError, transaction
+from django.utils import timezone
+
+from controlplane import publish
+from controlplane.access import audit
+from controlplane.access.roles import Actor
+from controlplane.access.roles import Role as Access
+from controlplane.deployments import tasks
+from controlplane.deployments.models import Deployment, Event, Revision
+from controlplane.fleet import spec
+from controlplane.fleet.errors import Conflict, InvalidInput, NotFound, Unavailable
+from controlplane.fleet.model import Role
+from controlplane.fleet.spec import DeploymentSpec
+
+
+class Change(NamedTuple):
+    field: str
+    """Dotted: `pools.decode.replicas`."""
+    old: Any
+    """None: the default, or not there."""
+    new: Any
+
+
+class Applied(NamedTuple):
+    created: bool
+    changes: list[Change]
+    needs_new_engines: bool
+    """Running engines are drained and replaced: the change cannot reach them."""
+    deployment: Deployment | None
+    """None after a dry run of a creation."""
+
+
+@transaction.atomic
+def create(*, actor: Actor, document: Mapping[str, Any]) -> Deployment:
+    """A new deployment. One that cannot be placed yet is accepted: its engines say what they wait for.
+
+    Raises `Forbidden` (needs operator), `InvalidInput` (names the field) or `Conflict` (a name is taken).
+    """
+    actor.require(Access.OPERATOR)
+    return _create(actor, spec.parse(document))
+
+
+@transaction.atomic
+def apply(
+    *, actor: Actor, document: Mapping[str, Any], generation: int | None = None, dry_run: bool = False
+) -> Applied:
+    """Make the deployment of that name be what the document says: create it, change it, or leave it alone.
+
+    `generation`: the one the change is meant for (0: it must not exist). `dry_run`: only tell what would change.
+    Raises as `create` does, and `Conflict` with the present generation when that is another.
+    """
+    actor.require(Access.OPERATOR)
+    wanted = spec.parse(document)
+    row = _locked(wanted.name)
+    if row is None:
+        if generation:
+            raise Conflict(f"{wanted.name} does not exist any more", field="generation")
+        _check_served_name(wanted)
+        created = None if dry_run else _create(actor, wanted)
+        return Applied(True, _changes({}, spec.document(wanted)), False, created)
+    _check_generation(row, generation)
+    old = spec.parse(row.intent)
+    changes = _changes(spec.document(old), spec.document(wanted))
+    new_engines = wanted.engine_part() != old.engine_part()
+    if changes and wanted.served_name != old.served_name:
+        _check_served_name(wanted)
+    if changes and not dry_run:
+        _change(actor, row, wanted, changes, action="deployment.apply")
+    return Applied(False, changes, new_engines, row)
+
+
+@transaction.atomic
+def patch(*, actor: Actor, name: str, changes: Mapping[str, Any], generation: int | None = None) -> Deployment:
+    """Merge the changes into the document (JSON merge patch: mappings merge, null takes a field away).
+
+    Raises `Forbidden` (needs operator), `NotFound`, `InvalidInput` or `Conflict`.
+    """
+    actor.require(Access.OPERATOR)
+    row = _existing(name, generation)
+    if changes.get("name", name) != name:
+        raise InvalidInput("name: a deployment keeps its name; create another and delete this one", field="name")
+    old = spec.parse(row.intent)
+    wanted = spec.parse(_merged(row.intent, changes))
+    if wanted.served_name != old.served_name:
+        _check_served_name(wanted)
+    found = _changes(spec.document(old), spec.document(wanted))
+    if found:
+        _change(actor, row, wanted, found, action="deployment.patch")
+    return row
+
+
+@transaction.atomic
+def scale(*, actor: Actor, name: str, role: Role, replicas: int, generation: int | None = None) -> Deployment:
+    """Set one pool's replicas; 0 stops it.
+
+    Raises `Forbidden` (needs operator), `NotFound`, `InvalidInput` (no such pool, bad count) or `Conflict`.
+    """
+    actor.require(Access.OPERATOR)
+    row = _existing(name, generation)
+    old = spec.parse(row.intent)
+    wanted = old.with_replicas(role, replicas)
+    changes = _changes(spec.document(old), spec.document(wanted))
+    if changes:
+        _change(actor, row, wanted, changes, action="deployment.scale")
+    return row
+
+
+@transaction.atomic
+def delete(*, actor: Actor, name: str) -> None:
+    """Let its engines finish their requests and end; then the row goes. Asking twice is no error.
+
+    Raises `Forbidden` (needs operator) or `NotFound`.
+    """
+    actor.require(Access.OPERATOR)
+    row = _locked(name)
+    if row is None:
+        raise NotFound(f"there is no deployment {name}")
+    if row.deleting_since is not None:
+        return
+    row.deleting_since = timezone.now()
+    row.save(update_fields=["deleting_since", "updated_at"])
+    audit.record(actor=actor, action="deployment.delete", target=name)
+    _told(actor, row, "deleting", f"{name} is being deleted.")
+
+
+def _create(actor: Actor, wanted: DeploymentSpec) -> Deployment:
+    if (there := _locked(wanted.name)) is not None:
+        ending = " and being deleted: wait until its last engine has ended" if there.deleting_since else ""
+        raise Conflict(f"name: {wanted.name} exists already{ending}", field="name", generation=there.generation)
+    _check_served_name(wanted)
+    intent = spec.document(wanted)
+    try:
+        with transaction.atomic():
+            row = Deployment.objects.create(name=wanted.name, served_name=wanted.served_name, intent=intent)
+    except IntegrityError:  # somebody else's creation came between
+        raise Conflict(f"name: {wanted.name} or its served name was just taken", field="name") from None
+    _add_revision(actor, row, wanted, 1)
+    audit.record(actor=actor, action="deployment.create", target=row.name, document=intent)
+    _told(actor, row, "created", f"{row.name} was created.")
+    return row
+
+
+def _change(actor: Actor, row: Deployment, wanted: DeploymentSpec, changes: list[Change], *, action: str) -> None:
+    old = spec.parse(row.intent)
+    row.intent, row.served_name = spec.document(wanted), wanted.served_name
+    row.generation += 1
+    try:
+        with transaction.atomic():
+            row.save(update_fields=["intent", "served_name", "generation", "updated_at"])
+    except IntegrityError:
+        raise Conflict(f"served_name: {wanted.served_name} was just taken", field="served_name") from None
+    new_engines = wanted.engine_part() != old.engine_part()
+    if new_engines:
+        number = max(row.revisions.values_list("number", flat=True)) + 1
+        _add_revision(actor, row, wanted, number)
+    audit.record(actor=actor, action=action, target=row.name, changes=[change._asdict() for change in changes])
+    kind = "scaled" if all(change.field.endswith(".replicas") for change in changes) else "changed"
+    tail = f" Revision {number} replaces its engines." if new_engines else ""
+    _told(actor, row, kind, f"{row.name}: {'; '.join(_shown(change) for change in changes)}.{tail}")
+
+
+def _add_revision(actor: Actor, row: Deployment, wanted: DeploymentSpec, number: int) -> None:
+    Revision.objects.create(
+        deployment=row, number=number, spec=spec.document(wanted.engine_part()), created_by=actor.name
+    )
+
+
+def _told(actor: Actor, row: Deployment, kind: str, message: str) -> None:
+    Event.objects.create(deployment_name=row.name, kind=kind, message=message, actor=actor.name)
+    transaction.on_commit(tasks.wake, robust=True)
+    transaction.on_commit(lambda: _push(row.name), robust=True)
+
+
+def _push(name: str) -> None:
+    try:
+        publish.current().push_live("deployments", f"deployment:{name}")
+    except Unavailable:
+        return  # the change is stored; the browsers see it with the next one
+
+
+def _locked(name: str) -> Deployment | None:
+    return Deployment.objects.select_for_update().filter(name=name).first()
+
+
+def _existing(name: str, generation: int | None) -> Deployment:
+    row = _locked(name)
+    if row is None:
+        raise NotFound(f"there is no deployment {name}")
+    _check_generation(row, generation)
+    return row
+
+
+def _check_generation(row: Deployment, generation: int | None) -> None:
+    if row.deleting_since is not None:
+        raise Conflict(f"{row.name} is being deleted", generation=row.generation)
+    if generation is not None and generation != row.generation:
+        raise Conflict(
+            f"{row.name} changed meanwhile: its generation is {row.generation}, not {generation}; read it again",
+            field="generation",
+            generation=row.generation,
+        )
+
+
+def _check_served_name(wanted: DeploymentSpec) -> None:
+    others = Deployment.objects.filter(served_name=wanted.served_name, deleting_since=None).exclude(name=wanted.name)
+    if (other := others.first()) is not None:
+        raise Conflict(f"served_name: {wanted.served_name} is taken by {other.name}", field="served_name")
+
+
+def _merged(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """RFC 7396."""
+    merged = dict(document)
+    for key, value in changes.items():
+        if value is None:
+            merged.pop(key, None)
+        elif isinstance(value, Mapping):
+            below = merged.get(key)
+            merged[key] = _merged(below if isinstance(below, Mapping) else {}, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any], at: str = "") -> list[Change]:
+    """What differs between two documents, field by field in the order of their names."""
+    found: list[Change] = []
+    for key in sorted({*old, *new}):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, Mapping) or isinstance(after, Mapping):
+            found += _changes(before or {}, after or {}, f"{at}{key}.")
+        elif before != after:
+            found.append(Change(f"{at}{key}", before, after))
+    return found
+
+
+def _shown(change: Change) -> str:
+    old, new = ("default" if value is None else value for value in (change.old, change.new))
+    return f"{change.field} {old} → {new}"

@@ -1,0 +1,56 @@
+"""Every read of nodes. No writes, no calls to nodes: a dead node is shown as dead, and slows nothing down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from django.db.models import Count, Q, QuerySet
+from django.utils import timezone
+
+from controlplane.fleet.errors import NotFound
+from controlplane.fleet.lifecycle import HOLDS_NODE
+from controlplane.fleet.model import NodeFacts
+from controlplane.nodes.models import Node
+from controlplane.nodes.presence import Presence, presence
+from controlplane.nodes.reports import facts_of
+
+
+@dataclass(frozen=True)
+class NodeRow:
+    node: Node
+    facts: NodeFacts | None
+    status: Presence
+    age_seconds: float | None
+    """Since its last new report came, by the server's clock."""
+    engines: int
+    """That hold a place on it."""
+
+
+def silent_seconds(node: Node, now: datetime) -> float | None:
+    """Since its last new report came; None: there never was one."""
+    return None if node.last_report_at is None else max(0.0, (now - node.last_report_at).total_seconds())
+
+
+def node_rows() -> list[NodeRow]:
+    """All nodes, by name."""
+    return [_row(node) for node in _nodes()]
+
+
+def node_row(name: str) -> NodeRow:
+    """Raises `NotFound`."""
+    node = _nodes().filter(name=name).first()
+    if node is None:
+        raise NotFound(f"there is no node {name}")
+    return _row(node)
+
+
+def _nodes() -> QuerySet[Node]:
+    holds = Q(engines__state__in=[state.value for state in HOLDS_NODE])
+    return Node.objects.annotate(engines_held=Count("engines", filter=holds)).order_by("name")
+
+
+def _row(node: Node) -> NodeRow:
+    age = silent_seconds(node, timezone.now())
+    held: int = getattr(node, "engines_held")  # noqa: B009  (an annotation, unknown to the type)
+    return NodeRow(node, facts_of(node), presence(age), age, held)

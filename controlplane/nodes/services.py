@@ -1,0 +1,138 @@
+"""Everything that people and joining agents change about nodes. What a node is comes from its reports (`reports.py`)."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from datetime import timedelta
+from typing import NamedTuple
+
+from django.db import transaction
+from django.db.models import Q
+from django.utils import timezone
+
+from controlplane import publish
+from controlplane.access import audit
+from controlplane.access.roles import Actor, Role
+from controlplane.fleet.errors import Conflict, Forbidden, InvalidInput, NotFound, Unavailable
+from controlplane.fleet.lifecycle import HOLDS_NODE
+from controlplane.fleet.wire import checked_node_name
+from controlplane.nodes.models import JoinToken, Node
+from controlplane.nodes.presence import Presence, presence
+from controlplane.nodes.queries import silent_seconds
+
+MAX_TOKEN_HOURS = 24 * 7
+
+
+class Joined(NamedTuple):
+    name: str
+    redis_url: str
+    """Holds the node's own password, which is stored nowhere else."""
+
+
+@transaction.atomic
+def create_join_token(*, actor: Actor, hours: int = 1) -> str:
+    """A token with which one agent may join, once, within so many hours. Only its digest is kept.
+
+    Raises `Forbidden` (needs admin) or `InvalidInput`.
+    """
+    actor.require(Role.ADMIN)
+    if not 1 <= hours <= MAX_TOKEN_HOURS:
+        raise InvalidInput(f"hours: choose 1 to {MAX_TOKEN_HOURS}", field="hours")
+    token = f"tdj-{secrets.token_urlsafe(32)}"
+    digest = _digest(token)
+    JoinToken.objects.create(digest=digest, created_by=actor.name, expires_at=timezone.now() + timedelta(hours=hours))
+    audit.record(actor=actor, action="join_token.create", target=digest[:8], hours=hours)
+    return token
+
+
+@transaction.atomic
+def join(*, token: str, name: str, redis_host: str) -> Joined:
+    """Let an agent in: use the token up, make the node (or find it again: a known name keeps its identity), give it a
+    Redis user of its own. `redis_host`: the host at which the agent reaches the control plane.
+
+    Raises `InvalidInput` (name), `Forbidden` (the token is unknown, used or expired: alike), `Conflict` (a node of this
+    name is reporting now), `Unavailable` (Redis). The token is used up only when all went well.
+    """
+    checked_node_name(name)
+    now = timezone.now()
+    used = JoinToken.objects.filter(digest=_digest(token), used_at=None, expires_at__gt=now).update(
+        used_at=now, used_by=name
+    )
+    if not used:
+        raise Forbidden("this join token is unknown, used or expired; make a new one on the Nodes page")
+    node = Node.objects.select_for_update().filter(name=name).first()
+    if node is not None and presence(silent_seconds(node, now)) is Presence.REPORTING:
+        raise Conflict(f"a node named {name} is reporting now: stop its agent, or set another TANDEM_NODE_NAME")
+    password = secrets.token_hex(32)
+    digest = _digest(password)
+    Node.objects.update_or_create(name=name, defaults={"redis_digest": digest})
+    audit.record(
+        actor=Actor(name, Role.VIEWER, "node"),
+        action="node.join",
+        target=name,
+        token=_digest(token)[:8],
+        again=bool(node),
+    )
+    publisher = publish.current()
+    url = publisher.node_url(name, password, redis_host)
+    publisher.ensure_node_user(name, digest)
+    transaction.on_commit(lambda: _changed(name), robust=True)
+    return Joined(name, url)
+
+
+def cordon(*, actor: Actor, name: str) -> Node:
+    """Give the node no new engines; those it runs go on. Raises `Forbidden` (needs operator) or `NotFound`."""
+    return _set_cordoned(actor, name, True)
+
+
+def uncordon(*, actor: Actor, name: str) -> Node:
+    """Let the node take engines again. Raises `Forbidden` (needs operator) or `NotFound`."""
+    return _set_cordoned(actor, name, False)
+
+
+@transaction.atomic
+def remove(*, actor: Actor, name: str) -> None:
+    """Take the node's access away and forget it. Engines of a node that is lost are placed anew.
+
+    Raises `Forbidden` (needs admin), `NotFound`, `Conflict` (it still reports and runs engines) or `Unavailable` (Redis).
+    """
+    actor.require(Role.ADMIN)
+    node = _locked(name)
+    states = [state.value for state in HOLDS_NODE]
+    running: int = node.engines.filter(state__in=states).count()
+    if running and presence(silent_seconds(node, timezone.now())) is Presence.REPORTING:
+        raise Conflict(f"{name} runs {running} engines: cordon it and scale them away, or stop its agent first")
+    audit.record(actor=actor, action="node.remove", target=name, engines=running)
+    node.delete()
+    publish.current().forget_node(name)
+    transaction.on_commit(lambda: _changed(name), robust=True)
+
+
+@transaction.atomic
+def _set_cordoned(actor: Actor, name: str, cordoned: bool) -> Node:
+    actor.require(Role.OPERATOR)
+    node = _locked(name)
+    if Node.objects.filter(Q(pk=node.pk) & ~Q(cordoned=cordoned)).update(cordoned=cordoned):
+        audit.record(actor=actor, action="node.cordon" if cordoned else "node.uncordon", target=name)
+        transaction.on_commit(lambda: _changed(name), robust=True)
+    node.cordoned = cordoned
+    return node
+
+
+def _locked(name: str) -> Node:
+    node = Node.objects.select_for_update().filter(name=name).first()
+    if node is None:
+        raise NotFound(f"there is no node {name}")
+    return node
+
+
+def _changed(name: str) -> None:
+    try:
+        publish.current().push_live("nodes", f"node:{name}")
+    except Unavailable:
+        return  # the change is stored; the browsers see it with the next one
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
