@@ -45,8 +45,8 @@ def identify(
 ) -> Identity:
     """This node's identity: the stored one, or a new one by the token (waiting until the control plane is up).
 
-    With a token at hand the node joins anew where the stored identity belongs to another control plane, or where Redis
-    refuses its login; it keeps its name, and so its engines.
+    With a token at hand the node joins anew where Redis refuses the stored login, or is gone and another control plane is
+    named; it keeps its name, and so its engines.
 
     Raises `InvalidInput` where something is missing, `Forbidden` when the token is refused.
     """
@@ -132,15 +132,14 @@ def _read(file: Path) -> Identity | None:
 
 
 def _is_outdated(stored: Identity, control_plane: str) -> bool:
-    if control_plane and stored.control_plane != control_plane:
-        return True
+    """Redis refuses the stored login, or is gone together with the control plane that gave it."""
     client = connect(stored.redis_url)
     try:
         client.ping()
     except redis.AuthenticationError:
         return True
     except redis.RedisError:
-        return False
+        return bool(control_plane) and stored.control_plane != control_plane
     finally:
         client.close()
     return False

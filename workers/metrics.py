@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from controlplane.fleet.model import EngineLoad
 
-_LINE = re.compile(r"^vllm:([a-z_]+)(?:\{(.*)\})? (\S+)$")
+_LINE = re.compile(r"^vllm:([a-z_]+)(?:\{(.*)\})? (\d+(?:\.\d+)?(?:e[+-]?\d{1,2})?)$", re.ASCII)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 _FIELDS = {
@@ -57,7 +57,7 @@ def read(text: str) -> Figures:
             usage = max(usage, float(value))
         elif name == "cache_config_info":
             size = dict(_LABEL.findall(labels)).get("block_size", "")
-            block_size = int(size) if size.isdigit() else block_size
+            block_size = int(size) if size.isdecimal() else block_size
     seconds = sums.pop("nixl_seconds", 0.0)
     counts = {field: int(value) for field, value in sums.items()}
     return Figures(EngineLoad(kv_usage=usage, nixl_seconds=seconds, **counts), block_size)
