@@ -36,17 +36,15 @@ def machine(config: Config) -> list[str]:
         objections.append(f"TANDEM_BIND: {config.bind} is no IP address; write one of this machine, such as 127.0.0.1.")
     if config.web_port == config.openai_port:
         objections.append(f"TANDEM_WEB_PORT and TANDEM_OPENAI_PORT are both {config.web_port}; choose two ports.")
-    objections += disk(config, config.home_path(), "TANDEM_HOME", HOME_BYTES)
+    objections += disk(config.home_path(), "TANDEM_HOME", HOME_BYTES)
     if config.runtime != "sim":
         installed = any((config.cache_path() / "runtimes").glob("*"))
-        objections += disk(
-            config, config.cache_path(), "TANDEM_CACHE", GIB if installed else RUNTIME_BYTES[config.runtime]
-        )
+        objections += disk(config.cache_path(), "TANDEM_CACHE", GIB if installed else RUNTIME_BYTES[config.runtime])
         objections += memory(memory_limit())
     return objections
 
 
-def disk(config: Config, folder: Path, variable: str, needed: int) -> list[str]:
+def disk(folder: Path, variable: str, needed: int) -> list[str]:
     """An objection when the disk of `folder` has less than `needed` bytes free."""
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(existing).free
