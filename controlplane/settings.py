@@ -62,6 +62,7 @@ INSTALLED_APPS = [
 MIDDLEWARE = [
     "django.middleware.security.SecurityMiddleware",
     "whitenoise.middleware.WhiteNoiseMiddleware",
+    "controlplane.dashboards.csp.ContentSecurityPolicy",
     "django.contrib.sessions.middleware.SessionMiddleware",
     "django.middleware.common.CommonMiddleware",
     "django.middleware.csrf.CsrfViewMiddleware",
@@ -171,8 +172,8 @@ SPECTACULAR_SETTINGS: dict[str, Any] = {
         "AccessRole": "controlplane.api.resources.ACCESS_ROLES",
     },
     "POSTPROCESSING_HOOKS": [
+        "drf_spectacular.hooks.postprocess_schema_enums",  # rebuilds the components: whatever adds some comes later
         "controlplane.api.schema.complete",
-        "drf_spectacular.hooks.postprocess_schema_enums",
     ],
 }
 

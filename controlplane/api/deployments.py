@@ -11,7 +11,7 @@ from rest_framework.response import Response
 from controlplane.api import requests, resources
 from controlplane.api.documents import JSONParser, YAMLParser, YAMLRenderer
 from controlplane.api.schema import CHANGES, DOCUMENT
-from controlplane.api.view import IF_MATCH, ApiView, etag, telling_generation
+from controlplane.api.view import IF_MATCH, ApiView, etag
 from controlplane.deployments import queries, services
 from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.model import Role
@@ -69,8 +69,7 @@ class DeploymentDetail(ApiView):
         wanted = {"name": name, **self.body}
         if wanted["name"] != name:
             raise InvalidInput(f"name: the document says {wanted['name']!r}, the URL {name!r}", field="name")
-        with telling_generation(name):
-            applied = services.apply(actor=self.actor, document=wanted, generation=self.generation(), dry_run=dry_run)
+        applied = services.apply(actor=self.actor, document=wanted, generation=self.generation(), dry_run=dry_run)
         row = None if dry_run or applied.deployment is None else queries.deployment_row(name)
         answer = {
             "dry_run": dry_run,
@@ -89,8 +88,7 @@ class DeploymentDetail(ApiView):
         responses=resources.DeploymentResource,
     )
     def patch(self, request: Request, name: str) -> Response:
-        with telling_generation(name):
-            services.patch(actor=self.actor, name=name, changes=self.body, generation=self.generation())
+        services.patch(actor=self.actor, name=name, changes=self.body, generation=self.generation())
         return _answer(name)
 
     @extend_schema(operation_id="deleteDeployment", responses={202: resources.DeletingResource})
@@ -109,14 +107,13 @@ class DeploymentScale(ApiView):
     )
     def post(self, request: Request, name: str) -> Response:
         wanted = self.checked(requests.Scale)
-        with telling_generation(name):
-            services.scale(
-                actor=self.actor,
-                name=name,
-                role=Role(wanted["role"]),
-                replicas=wanted["replicas"],
-                generation=self.generation(),
-            )
+        services.scale(
+            actor=self.actor,
+            name=name,
+            role=Role(wanted["role"]),
+            replicas=wanted["replicas"],
+            generation=self.generation(),
+        )
         return _answer(name)
 
 

@@ -33,11 +33,9 @@ def _bounded(stream: Any) -> str:
 
 def _mapping(value: Any, kind: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise ParseError(f"the body must be one {kind} mapping, not {_KINDS.get(type(value), 'a single value')}")
+        found = "is empty" if value is None else "is a list" if isinstance(value, list) else "is a single value"
+        raise ParseError(f"the body {found}; send one {kind} mapping")
     return value
-
-
-_KINDS: dict[type, str] = {list: "a list", type(None): "empty"}
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -66,6 +64,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key.start_mark)
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
             seen.add(key.value)

@@ -1,4 +1,4 @@
-"""Logs of engines. `follow` is a long poll with a cursor: it passes every proxy, a broken connection loses no line (ask
+"""Attempts of engines and their logs. `follow` is a long poll with a cursor: it passes every proxy, a broken connection loses no line (ask
 again with the same cursor), and the answer that comes without lines after `wait` seconds is the heartbeat."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from rest_framework.response import Response
 
 from controlplane.api import requests, resources
 from controlplane.api.view import ApiView
-from controlplane.deployments import logs
+from controlplane.deployments import logs, queries
 from controlplane.deployments.models import Engine
 from controlplane.fleet.errors import NotFound
 
@@ -32,6 +32,13 @@ def _answer(chunk: logs.LogChunk, engine: Engine) -> Response:
     return Response(resources.LogResource(answer).data)
 
 
+class EngineAttempts(ApiView):
+    @extend_schema(operation_id="listAttempts", responses=resources.AttemptList)
+    def get(self, request: Request, name: str, engine: str) -> Response:
+        """Every process the engine has had, newest first: why and how each ended."""
+        return Response(resources.AttemptList({"items": queries.attempts(_engine(name, engine).pk)}).data)
+
+
 class EngineLogs(ApiView):
     @extend_schema(operation_id="tailLog", parameters=[requests.LogTail], responses=resources.LogResource)
     def get(self, request: Request, name: str, engine: str) -> Response:
@@ -51,6 +58,7 @@ class EngineLogsFollow(ApiView):
 
 
 routes = [
+    path("deployments/<str:name>/engines/<str:engine>/attempts", EngineAttempts.as_view()),
     path("deployments/<str:name>/engines/<str:engine>/logs", EngineLogs.as_view()),
     path("deployments/<str:name>/engines/<str:engine>/logs/follow", EngineLogsFollow.as_view()),
 ]

@@ -7,6 +7,7 @@ from typing import Any
 from rest_framework import serializers
 
 from controlplane.api.resources import ACCESS_ROLES, POOL_ROLES
+from controlplane.deployments.logs import START
 from controlplane.fleet.spec import MAX_REPLICAS
 from controlplane.fleet.wire import LOG_MAXLEN, Scope
 
@@ -40,9 +41,7 @@ class LogTail(serializers.Serializer[Any]):
 
 class LogFollow(serializers.Serializer[Any]):
     attempt = serializers.IntegerField(min_value=1)
-    cursor = serializers.RegexField(
-        r"^\d{1,20}-\d{1,20}$", default="", allow_blank=True, help_text="Of the answer before; empty: from the start."
-    )
+    cursor = serializers.RegexField(r"^\d{1,20}-\d{1,20}$", default=START, help_text="Of the answer before.")
     wait = serializers.FloatField(default=15, min_value=0, max_value=25, help_text="Seconds to wait for a new line.")
 
 

@@ -70,11 +70,13 @@ class EngineResource(serializers.Serializer[Any]):
     reason = serializers.CharField()
     since = serializers.DateTimeField()
     attempt = serializers.IntegerField(source="engine.attempt")
+    revision = serializers.IntegerField(source="engine.revision.number")
     failures = serializers.IntegerField(source="engine.failures", help_text="Failed attempts in a row.")
     node = serializers.CharField(source="node_name", allow_null=True)
     gpus = serializers.ListField(child=serializers.IntegerField(), source="engine.gpus")
     runtime = serializers.CharField(source="engine.runtime", help_text="sim, cpu or gpu; empty until placed.")
     in_flight = serializers.IntegerField(allow_null=True, help_text="Requests now, as the routers count them.")
+    pid = serializers.IntegerField(source="observation.pid", allow_null=True, help_text="Of its process on its node.")
     observation = ObservationField(help_text="What its node's agent saw last.")
 
 
@@ -150,6 +152,20 @@ class RevisionList(serializers.Serializer[Any]):
     items = RevisionResource(many=True)
 
 
+class AttemptResource(serializers.Serializer[Any]):
+    number = serializers.IntegerField()
+    node = serializers.CharField(source="node_name")
+    placed_at = serializers.DateTimeField()
+    ended_at = serializers.DateTimeField(allow_null=True)
+    exit_code = serializers.IntegerField(allow_null=True, help_text="Negative: the signal that ended it.")
+    reason = serializers.CharField()
+    command = serializers.ListField(child=serializers.CharField())
+
+
+class AttemptList(serializers.Serializer[Any]):
+    items = AttemptResource(many=True)
+
+
 class LogResource(serializers.Serializer[Any]):
     attempt = serializers.IntegerField()
     current_attempt = serializers.IntegerField(help_text="Higher than `attempt`: the engine was started anew since.")
@@ -161,7 +177,10 @@ class NodeResource(serializers.Serializer[Any]):
     name = serializers.CharField(source="node.name")
     address = serializers.CharField(source="node.address")
     status = serializers.ChoiceField(list(Presence))
-    age_seconds = serializers.FloatField(allow_null=True, help_text="Since its last report came.")
+    last_report_age = serializers.FloatField(
+        source="age_seconds", allow_null=True, help_text="Seconds since its last report came; null: there was none."
+    )
+    agent = serializers.CharField(source="node.agent", help_text="Random id of the agent process that reports.")
     cordoned = serializers.BooleanField(source="node.cordoned")
     engines = serializers.IntegerField()
     joined_at = serializers.DateTimeField(source="node.joined_at")

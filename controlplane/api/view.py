@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from drf_spectacular.utils import OpenApiParameter
@@ -17,8 +16,7 @@ from rest_framework.views import APIView
 
 from controlplane.access.actors import actor_of
 from controlplane.access.roles import Actor
-from controlplane.deployments.models import Deployment
-from controlplane.fleet.errors import Conflict, InvalidInput
+from controlplane.fleet.errors import InvalidInput
 
 IF_MATCH = OpenApiParameter(
     "If-Match", str, OpenApiParameter.HEADER, description="The generation that the change is meant for; else 409."
@@ -74,17 +72,6 @@ class UnknownRoute(ApiView):
 
     def initial(self, request: Request, *args: Any, **kwargs: Any) -> None:
         raise NotFound("there is no such route; /api/schema/ lists them (those under /api/v1/ end without a slash)")
-
-
-@contextmanager
-def telling_generation(name: str) -> Iterator[None]:
-    """A `Conflict` inside tells the deployment's present generation."""
-    try:
-        yield
-    except Conflict as error:
-        if error.generation is None:
-            error.generation = Deployment.objects.filter(name=name).values_list("generation", flat=True).first()
-        raise
 
 
 def _checked(serializer: type[serializers.Serializer[Any]], data: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from controlplane.fleet.errors import TandemError
 
 RESCAN_SECONDS = 2.0
 """How often a followed deployment is looked at for new engines."""
+FROM_THE_START = "0-0"
 LONGEST_PAUSE = 5.0
 """Between two tries while the control plane is away."""
 
@@ -123,7 +124,7 @@ class _Follower:
             if not chunk["lines"] and chunk["current_attempt"] > attempt:
                 if self._attempt is not None:
                     return
-                attempt, cursor = chunk["current_attempt"], ""
+                attempt, cursor = chunk["current_attempt"], FROM_THE_START
                 self._remark(engine, f"attempt {attempt}")
             chunk = self._ask(engine, *path, "follow", attempt=attempt, cursor=cursor)
 

@@ -81,7 +81,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("STATUS", lambda r: r["status"] + (", cordoned" if r["cordoned"] else "")),
         Column("ADDRESS", lambda r: r["address"]),
         Column("ENGINES", lambda r: str(r["engines"])),
-        Column("REPORT", lambda r: "never" if r["age_seconds"] is None else f"{r['age_seconds']:.0f}s ago"),
+        Column("REPORT", lambda r: "never" if r["last_report_age"] is None else f"{r['last_report_age']:.0f}s ago"),
         Column("HARDWARE", _hardware, fold=True),
     ),
     "keys": (
