@@ -1,1 +1,1 @@
-"""The router: serves OpenAI traffic from a FleetSnapshot held in memory. No Django, no database, no ASGI layer."""
+"""The router: OpenAI-compatible traffic in, engines out. The hot path: no Django, no database, no ASGI layer."""

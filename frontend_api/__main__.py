@@ -1,0 +1,132 @@
+"""`python -m frontend_api`: binds the port once, then keeps N router processes on it. See --help."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import socket
+import sys
+from pathlib import Path
+
+from controlplane.fleet import config
+from controlplane.fleet.errors import InvalidInput
+from controlplane.fleet.wire import OnPrefillFailure, RoutingMode, RoutingPolicy
+from frontend_api import standalone
+from frontend_api.process import Options
+from frontend_api.server import Limits
+from frontend_api.supervise import Supervisor
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m frontend_api",
+        description="The router: an OpenAI-compatible endpoint in front of prefill, decode and aggregated engines. "
+        "Without --fleet or --model it follows the control plane through REDIS_URL.",
+    )
+    p.add_argument("--host", help="address to listen on (default: TANDEM_BIND, 127.0.0.1)")
+    p.add_argument("--port", type=int, help="port to listen on (default: TANDEM_OPENAI_PORT, 8080)")
+    p.add_argument("--processes", type=int, help="processes that share the port (default: TANDEM_ROUTERS, 1)")
+    p.add_argument("--no-auth", action="store_true", help="ask no API key of anybody")
+    alone = p.add_argument_group("without a control plane")
+    alone.add_argument("--fleet", type=Path, metavar="FILE", help="a FleetSnapshot in JSON (see ARCHITECTURE.md)")
+    alone.add_argument("--model", metavar="NAME", help="served name of the engines given by URL (needs --no-auth)")
+    alone.add_argument("--aggregated", nargs="+", default=[], metavar="URL", help="engines that do both")
+    alone.add_argument("--prefill", nargs="+", default=[], metavar="URL", help="prefill engines")
+    alone.add_argument("--decode", nargs="+", default=[], metavar="URL", help="decode engines")
+    alone.add_argument("--mode", choices=[*RoutingMode], default=RoutingMode.LEAST_LOAD.value, help="order of engines")
+    alone.add_argument(
+        "--on-prefill-failure",
+        choices=[*OnPrefillFailure],
+        default=OnPrefillFailure.FALLBACK.value,
+        help="what to do when the prefill leg gives no usable KV",
+    )
+    limits = p.add_argument_group("limits")
+    limits.add_argument("--max-body-mb", type=int, default=64, help="largest request body in MiB (64)")
+    limits.add_argument("--drain-seconds", type=float, default=60.0, help="how long SIGTERM waits for replies (60)")
+    limits.add_argument(
+        "--silence-seconds", type=float, default=600.0, help="longest wait for an engine's answer (600)"
+    )
+    limits.add_argument("--gap-seconds", type=float, default=300.0, help="longest silence inside a stream (300)")
+    return p
+
+
+def options(arguments: argparse.Namespace, settings: config.Config) -> Options:
+    """The options of one process. Raises `InvalidInput` for arguments that do not fit together."""
+    fleet = None
+    if arguments.fleet and arguments.model:
+        raise InvalidInput("Give --fleet FILE or --model NAME, not both.", field="fleet")
+    if arguments.fleet:
+        fleet = standalone.from_file(arguments.fleet)
+        if not arguments.no_auth and not fleet.keys:
+            raise InvalidInput("The fleet file has no keys: add some, or give --no-auth.", field="keys")
+    elif arguments.model:
+        if not arguments.no_auth:
+            raise InvalidInput("Engines given by URL come without keys: add --no-auth.", field="no_auth")
+        fleet = standalone.from_urls(
+            arguments.model,
+            prefill=arguments.prefill,
+            decode=arguments.decode,
+            aggregated=arguments.aggregated,
+            routing=RoutingPolicy(RoutingMode(arguments.mode), OnPrefillFailure(arguments.on_prefill_failure)),
+        )
+    elif arguments.prefill or arguments.decode or arguments.aggregated:
+        raise InvalidInput("Name the model that these engines serve: --model NAME.", field="model")
+    elif not settings.redis_url:
+        raise InvalidInput("Set REDIS_URL (the control plane's Redis), or give --fleet FILE or --model NAME.")
+    if not 1 <= arguments.max_body_mb <= 4096:
+        raise InvalidInput("--max-body-mb: choose 1 to 4096", field="max_body_mb")
+    return Options(
+        fleet=fleet,
+        redis_url="" if fleet else settings.redis_url,
+        copy=settings.home_path() / "router" / "snapshot.json",
+        auth=not arguments.no_auth,
+        limits=Limits(body_bytes=arguments.max_body_mb << 20),
+        drain_seconds=arguments.drain_seconds,
+        silence_seconds=arguments.silence_seconds,
+        gap_seconds=arguments.gap_seconds,
+    )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The one listening socket. Raises `InvalidInput` with one clear sentence when it cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(2048)
+    except OSError as error:
+        raise InvalidInput(
+            f"Port {port} of {host} cannot be used ({error.strerror or error}): end what listens there, "
+            "or choose another with --port or TANDEM_OPENAI_PORT.",
+            field="port",
+        ) from None
+    sock.setblocking(False)
+    return sock
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    try:
+        settings = config.load()
+        logging.basicConfig(
+            level=settings.log_level.upper(),
+            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+            stream=sys.stderr,
+        )
+        chosen = options(arguments, settings)
+        processes = arguments.processes or settings.routers
+        if not 1 <= processes <= 64:
+            raise InvalidInput("--processes: choose 1 to 64", field="processes")
+        host = arguments.host or settings.bind
+        sock = bind(host, arguments.port if arguments.port is not None else settings.openai_port)
+    except InvalidInput as error:
+        print(f"frontend_api: {error.message}", file=sys.stderr)
+        return 1
+    address = sock.getsockname()
+    print(f"Router: http://{host}:{address[1]}/v1 ({processes} process{'es' if processes > 1 else ''})", flush=True)
+    return Supervisor(chosen, sock, processes).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

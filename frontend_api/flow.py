@@ -1,0 +1,232 @@
+"""How one request is served, without IO: a generator that yields the next leg and is sent its outcome.
+
+Retry and fallback rules live here, once:
+
+* Before the client has a byte, an engine whose connection fails is taken out and another is tried; after it, never.
+* An engine's own refusal of the request (4xx) goes to the client and says nothing about the engine.
+* KV params serve one sequence, once: after a decode leg that may have reached an engine they are spent, and older than
+  the lease they may point at another prompt's KV. In both cases the prompt is prefilled again.
+* A prefill leg that gives no params ends in a fallback to decode alone or in an error, as the deployment's policy says.
+
+Each engine carries the request from before its connection (`carrying`); the prefill engine until decode's first byte, as
+its KV is still being read. Closing the generator, in whatever state, gives all load back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import NamedTuple
+
+from controlplane.fleet.wire import OnPrefillFailure
+from frontend_api.openai import Problem
+from frontend_api.routing import Choice, Reason, choose
+from frontend_api.upstream import Broken
+from frontend_api.view import Deployment, Engine, carrying
+
+LEASE_SECONDS = 30.0
+"""For which a prefill engine keeps KV that nobody has fetched (vLLM 0.32). Its own clock tells the end, so ours counts from
+the reply."""
+LEASE_MARGIN = 5.0
+"""Seconds kept back for a slow connection to decode and for what the reply took on its way."""
+MAX_LEGS = 6
+"""Legs of one request, all kinds together."""
+MAX_STRIKES = 2
+"""Engines that one request may have reached and got no answer from: it may be the request that breaks them."""
+RETRY_AFTER = 2
+
+
+class Prefill(NamedTuple):
+    engine: Engine
+    fresh: bool
+    """On a new connection only."""
+
+
+class Decode(NamedTuple):
+    engine: Engine
+    params: bytes | None
+    fresh: bool
+
+
+Step = Prefill | Decode | None
+"""None: nothing to start; wait for the end of the stream that has begun."""
+
+
+class Prefilled(NamedTuple):
+    params: bytes | None
+    at: float
+    """Monotonic time of receipt."""
+
+
+class Began(NamedTuple):
+    """The first byte of a good answer is on its way to the client."""
+
+
+class Ended(NamedTuple):
+    """The relay of a begun answer is over, well or not; the client has seen it."""
+
+
+class Replied(NamedTuple):
+    """An engine answered with an error status; the client has seen nothing."""
+
+    status: int
+    body: bytes
+
+
+class Lost(NamedTuple):
+    """A leg broke before the client had a byte."""
+
+    kind: Broken
+    sent: bool
+
+
+Outcome = Prefilled | Began | Ended | Replied | Lost | None
+
+
+class PassOn(NamedTuple):
+    """Give the client the engine's own error."""
+
+    status: int
+    body: bytes
+
+
+Verdict = Problem | PassOn | None
+"""None: the client has its answer."""
+Flow = Generator[Step, Outcome, Verdict]
+
+
+class Trace:
+    """What happened on the way, for the record and the explanation."""
+
+    __slots__ = ("cause", "decode", "fallback", "prefill", "reason")
+
+    def __init__(self) -> None:
+        self.prefill: str | None = None
+        self.decode: str | None = None
+        self.reason = ""
+        self.fallback = False
+        self.cause = ""
+
+    def note(self, choice: Choice) -> None:
+        self.prefill = choice.prefill.id if choice.prefill else None
+        self.decode = choice.decode.id if choice.decode else None
+        self.reason = choice.reason.value
+
+
+def serve(deployment: Deployment, alone: Reason | None, trace: Trace, clock: Callable[[], float]) -> Flow:
+    """The legs of one request. `alone`: why it must not be disaggregated. `clock`: monotonic seconds."""
+    avoid: set[Engine] = set()
+    stale: set[Engine] = set()
+    unavailable: Problem | PassOn | None = None
+    legs = strikes = 0
+    while legs < MAX_LEGS and strikes < MAX_STRIKES:
+        choice = choose(deployment, now=clock(), alone=alone, avoid=avoid)
+        if choice.decode is None:
+            trace.reason = choice.reason.value
+            return unavailable or no_engine(deployment)
+        if choice.fallback:
+            trace.fallback, trace.cause = True, trace.cause or choice.reason.value
+            if deployment.routing.on_prefill_failure is OnPrefillFailure.FAIL:
+                trace.reason = choice.reason.value
+                return unavailable or no_prefill(deployment, choice.reason)
+        trace.note(choice)
+        if choice.prefill is None:
+            legs += 1
+            with carrying(choice.decode):
+                outcome = yield Decode(choice.decode, None, choice.decode in stale)
+                if isinstance(outcome, Began):
+                    choice.decode.answered()
+                    yield None
+                    return None
+            strikes += _struck(outcome)
+            unavailable = _after(outcome, choice.decode, avoid, stale, clock())
+            if isinstance(unavailable, PassOn) and unavailable.status < 500:
+                return unavailable
+            continue
+
+        prefill = choice.prefill
+        with carrying(prefill) as reading:
+            decode: Engine | None = choice.decode
+            assert decode is not None
+            reserved = carrying(decode)  # decode is sure to be needed: count it while the prompt is read
+            with reserved:
+                legs += 1
+                outcome = yield Prefill(prefill, prefill in stale)
+            if not isinstance(outcome, Prefilled):
+                strikes += _struck(outcome)
+                unavailable = _after(outcome, prefill, avoid, stale, clock())
+                if isinstance(unavailable, PassOn) and unavailable.status < 500:
+                    return unavailable
+                trace.cause = _cause(outcome)
+                continue
+            prefill.answered()
+            if outcome.params is None:
+                trace.fallback, trace.cause = True, "no-params"
+                if deployment.routing.on_prefill_failure is OnPrefillFailure.FAIL:
+                    return Problem(502, "prefill_failed", "The prefill engine answered without KV parameters.")
+                alone = Reason.PREFILL_FAILED
+                continue
+            while decode is not None and legs < MAX_LEGS and clock() - outcome.at < LEASE_SECONDS - LEASE_MARGIN:
+                legs += 1
+                trace.decode = decode.id
+                with carrying(decode):
+                    answer = yield Decode(decode, outcome.params, decode in stale)
+                    if isinstance(answer, Began):
+                        decode.answered()
+                        reading.release()
+                        yield None
+                        return None
+                strikes += _struck(answer)
+                unavailable = _after(answer, decode, avoid, stale, clock())
+                if isinstance(unavailable, PassOn) and unavailable.status < 500:
+                    return unavailable
+                if not isinstance(answer, Lost) or answer.sent:
+                    break  # the params may be spent
+                again = choose(deployment, now=clock(), avoid=avoid, prefill=prefill)
+                decode = None if again.fallback else again.decode
+    return unavailable or no_engine(deployment)
+
+
+def _after(outcome: Outcome, engine: Engine, avoid: set[Engine], stale: set[Engine], now: float) -> Problem | PassOn:
+    """Draw the consequences of a leg that gave nothing. Returns what the client hears if no other engine helps."""
+    if isinstance(outcome, Replied):
+        if outcome.status in (401, 403):
+            avoid.add(engine)
+            return Problem(502, "engine_refused", "An engine does not accept the router's key.", None, RETRY_AFTER)
+        engine.answered()
+        avoid.add(engine)
+        return PassOn(outcome.status, outcome.body)
+    assert isinstance(outcome, Lost)
+    if outcome.kind is Broken.STALE and engine not in stale:
+        stale.add(engine)
+    else:
+        avoid.add(engine)
+        if outcome.kind is not Broken.SILENT:
+            engine.failed(now, hangs=outcome.kind is Broken.CONNECT_TIMEOUT)
+    if outcome.kind is Broken.SILENT:
+        return Problem(504, "engine_timeout", "The engine did not answer in time.")
+    return Problem(503, "engine_unreachable", "The engine could not be reached; try again.", None, RETRY_AFTER)
+
+
+def _struck(outcome: Outcome) -> bool:
+    if isinstance(outcome, Lost):
+        return outcome.sent and outcome.kind is not Broken.STALE
+    return isinstance(outcome, Replied) and outcome.status >= 500
+
+
+def _cause(outcome: Outcome) -> str:
+    if isinstance(outcome, Replied):
+        return f"prefill-status-{outcome.status}"
+    assert isinstance(outcome, Lost)
+    return f"prefill-{outcome.kind.value}"
+
+
+def no_engine(deployment: Deployment) -> Problem:
+    says = deployment.status or "No engine is ready."
+    return Problem(503, "no_engine", f"{deployment.served_name} cannot serve now. {says}", None, RETRY_AFTER)
+
+
+def no_prefill(deployment: Deployment, reason: Reason) -> Problem:
+    says = deployment.status or "No prefill engine is ready."
+    if reason is Reason.PAIRS_BROKEN:
+        says = "The KV transfer between every prefill and decode engine failed its probe."
+    return Problem(503, "no_prefill", f"{deployment.served_name} cannot serve now. {says}", None, RETRY_AFTER)

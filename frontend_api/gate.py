@@ -1,0 +1,255 @@
+"""The door: paths, keys, models, and the answers that need no engine.
+
+A request that passes becomes an `Exchange`. Keys are looked up by digest; the text of a key is kept nowhere and goes to no
+engine. Unknown models and models that the key may not use answer alike.
+"""
+
+from __future__ import annotations
+
+import re
+from hashlib import sha256
+from ipaddress import ip_address
+from random import getrandbits
+from time import time
+from urllib.parse import unquote_to_bytes
+
+import msgspec
+
+from controlplane.fleet.errors import InvalidInput
+from controlplane.fleet.wire import RequestRecord, Result, Scope, SnapshotKey
+from frontend_api import openai
+from frontend_api.exchange import Exchange
+from frontend_api.openai import ENDPOINTS, OWNED_HEADER, Problem, Shape
+from frontend_api.server import ClientConnection, Request, Server
+from frontend_api.telemetry import Telemetry
+from frontend_api.upstream import Upstreams
+from frontend_api.view import Deployment, View
+
+_JSON = b"content-type: application/json\r\n"
+_TEXT = b"content-type: text/plain; version=0.0.4; charset=utf-8\r\n"
+_SANE_ID = re.compile(rb"[A-Za-z0-9._:/=+-]{1,128}")
+_ENDPOINTS = {path.encode(): endpoint for path, endpoint in ENDPOINTS.items()}
+_OPEN = (b"/health", b"/ready", b"/metrics")
+_MODELS = b"/v1/models"
+
+
+class Router:
+    """The application behind `Server`: one per process."""
+
+    def __init__(
+        self,
+        view: View,
+        upstreams: Upstreams,
+        telemetry: Telemetry,
+        *,
+        auth: bool = True,
+        silence_seconds: float = 600.0,
+        gap_seconds: float = 300.0,
+    ) -> None:
+        self.view = view
+        self.upstreams = upstreams
+        self.telemetry = telemetry
+        self.auth = auth
+        self.silence_seconds = silence_seconds
+        """Longest wait for an engine's first byte."""
+        self.gap_seconds = gap_seconds
+        """Longest silence inside a stream."""
+        self.exchanges: set[Exchange] = set()
+        self.server: Server | None = None
+
+    # ---- Application
+
+    def judge(self, request: Request, peer: str) -> Problem | None:
+        path = request.path
+        if path in _ENDPOINTS:
+            if request.method != b"POST":
+                return Problem(405, "method_not_allowed", "Use POST here.")
+            for name in request.headers:
+                if name.startswith(OWNED_HEADER):
+                    text = name.decode("latin-1")
+                    return Problem(400, "invalid_input", f"{text}: this header is set by the router; remove it", text)
+            return self._check_key(request)
+        if request.method not in (b"GET", b"HEAD"):
+            known = path in _OPEN or path == _MODELS or path.startswith(_MODELS + b"/")
+            return Problem(405, "method_not_allowed", "Use GET here.") if known else _no_path(path)
+        if path == b"/metrics":
+            return self._check_metrics(request, peer)
+        if path in _OPEN:
+            return None
+        if path == _MODELS or path.startswith(_MODELS + b"/"):
+            return self._check_key(request)
+        return _no_path(path)
+
+    def serve(self, request: Request, connection: ClientConnection) -> None:
+        endpoint = _ENDPOINTS.get(request.path)
+        if endpoint is None:
+            self._answer(request, connection)
+            return
+        request_id = _request_id(request)
+        try:
+            ask = openai.read_request(endpoint, request.body)
+            deployment = self._deployment(ask.model, request.key)
+        except InvalidInput as error:
+            problem = Problem(400, error.code, error.message, error.field)
+            self._refuse(request, connection, problem, request_id)
+            return
+        if deployment is None:
+            self._refuse(request, connection, _no_model(ask.model), request_id)
+            return
+        Exchange(self, connection, request, request_id, endpoint, ask, deployment).start()
+
+    def refused(self, request: Request, problem: Problem, connection: ClientConnection) -> None:
+        self.telemetry.count_refused(problem.status)
+        endpoint = _ENDPOINTS.get(request.path)
+        extra = b"www-authenticate: Bearer\r\n" if problem.status == 401 else b""
+        shape = endpoint.shape if endpoint else Shape.PLAIN
+        self.reply_problem(connection, problem, shape, _request_id(request), extra)
+
+    def count_refused(self, status: int) -> None:
+        self.telemetry.count_refused(status)
+
+    # ---- for exchanges
+
+    def reply_problem(
+        self, connection: ClientConnection, problem: Problem, shape: Shape, request_id: bytes, extra: bytes = b""
+    ) -> None:
+        headers = b"%bx-request-id: %b\r\n%b" % (_JSON, request_id, extra)
+        if problem.retry_after is not None:
+            headers += b"retry-after: %d\r\n" % problem.retry_after
+        connection.reply(problem.status, headers, openai.error_body(problem, shape))
+
+    def sweep(self, now: float) -> None:
+        """Once a second: time limits of engines. `now`: monotonic."""
+        for exchange in list(self.exchanges):
+            exchange.check(now)
+
+    # ---- keys and models
+
+    def _check_key(self, request: Request) -> Problem | None:
+        if not self.auth:
+            return None
+        key = self._key(request)
+        if key is None:
+            return Problem(401, "invalid_api_key", "Give a valid API key: Authorization: Bearer KEY.")
+        if key.expires_at is not None and key.expires_at <= time():
+            return Problem(401, "expired_api_key", "This API key has expired.")
+        if key.scope is not Scope.INFERENCE:
+            return Problem(403, "wrong_scope", f"This key has the scope {key.scope}; inference is needed here.")
+        request.key = key
+        return None
+
+    def _key(self, request: Request) -> SnapshotKey | None:
+        given = request.headers.get(b"authorization")
+        if given is not None:
+            scheme, _, text = given.partition(b" ")
+            if scheme.lower() != b"bearer":
+                return None
+            text = text.strip()
+        else:
+            text = request.headers.get(b"x-api-key", b"")
+        return self.view.keys.get(sha256(text).hexdigest()) if text else None
+
+    def _check_metrics(self, request: Request, peer: str) -> Problem | None:
+        """Figures are for this machine alone, or for a key with the scope manage. A proxy's clients are not this machine."""
+        if not self.auth:
+            return None
+        proxied = b"x-forwarded-for" in request.headers or b"forwarded" in request.headers
+        if not proxied and _is_loopback(peer):
+            return None
+        key = self._key(request)
+        if key is None or (key.expires_at is not None and key.expires_at <= time()):
+            return Problem(401, "invalid_api_key", "Give an API key with the scope manage.")
+        if key.scope is not Scope.MANAGE:
+            return Problem(403, "wrong_scope", f"This key has the scope {key.scope}; manage is needed here.")
+        return None
+
+    def _may_use(self, model: str, key: SnapshotKey | None) -> bool:
+        return not self.auth or (key is not None and (not key.models or model in key.models))
+
+    def _deployment(self, model: str, key: SnapshotKey | None) -> Deployment | None:
+        deployments = self.view.deployments
+        if not model:  # /tokenize may leave it out
+            usable = [d for name, d in deployments.items() if self._may_use(name, key)]
+            if len(usable) != 1:
+                raise InvalidInput("model: name the model", field="model")
+            return usable[0]
+        deployment = deployments.get(model)
+        return deployment if deployment is not None and self._may_use(model, key) else None
+
+    def _refuse(self, request: Request, connection: ClientConnection, problem: Problem, request_id: bytes) -> None:
+        shape = _ENDPOINTS[request.path].shape
+        self.reply_problem(connection, problem, shape, request_id)
+        self.telemetry.record(
+            RequestRecord(
+                id=request_id.decode(),
+                at=time(),
+                deployment="",
+                endpoint=request.path.decode(),
+                status=problem.status,
+                result=Result.REFUSED,
+                key=request.key.id if request.key else "",
+            )
+        )
+
+    # ---- answers without an engine
+
+    def _answer(self, request: Request, connection: ClientConnection) -> None:
+        path = request.path
+        if path == b"/health":
+            connection.reply(200, _JSON, b'{"status":"ok"}')
+        elif path == b"/ready":
+            ready = self.view.ready
+            body = b'{"status":"ready"}' if ready else b'{"status":"no engine can answer"}'
+            connection.reply(200 if ready else 503, _JSON, body)
+        elif path == b"/metrics":
+            clients = len(self.server.connections) if self.server else 0
+            text = self.telemetry.text(self.view, clients=clients, upstream=self.upstreams.open_connections())
+            connection.reply(200, _TEXT, text)
+        elif path == _MODELS:
+            names = sorted(name for name in self.view.deployments if self._may_use(name, request.key))
+            listed = {"object": "list", "data": [self._model(name) for name in names]}
+            connection.reply(200, self._headers(request), msgspec.json.encode(listed))
+        else:
+            name = unquote_to_bytes(path[len(_MODELS) + 1 :]).decode("utf-8", "replace")
+            if name in self.view.deployments and self._may_use(name, request.key):
+                connection.reply(200, self._headers(request), msgspec.json.encode(self._model(name)))
+            else:
+                self.reply_problem(connection, _no_model(name), Shape.PLAIN, _request_id(request))
+
+    def _headers(self, request: Request) -> bytes:
+        return b"%bx-request-id: %b\r\n" % (_JSON, _request_id(request))
+
+    def _model(self, name: str) -> dict[str, object]:
+        deployment = self.view.deployments[name]
+        lengths = [e.spec.max_model_len for e in (*deployment.answering, *deployment.prefill) if e.spec.max_model_len]
+        return {
+            "id": name,
+            "object": "model",
+            "created": int(self.view.made_at),
+            "owned_by": "tandem",
+            "max_model_len": min(lengths, default=None),
+        }
+
+
+def _no_model(model: str) -> Problem:
+    return Problem(404, "model_not_found", f"The model {model!r} does not exist or you may not use it.", "model")
+
+
+def _no_path(path: bytes) -> Problem:
+    return Problem(404, "not_found", f"There is no {path.decode('latin-1')} here.")
+
+
+def _request_id(request: Request) -> bytes:
+    given = request.headers.get(b"x-request-id")
+    if given is not None and _SANE_ID.fullmatch(given):
+        return given
+    return b"%032x" % getrandbits(128)
+
+
+def _is_loopback(peer: str) -> bool:
+    try:
+        address = ip_address(peer)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback

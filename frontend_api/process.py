@@ -1,0 +1,121 @@
+"""One router process: everything put together on one event loop, from the listening socket to the drain."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from pathlib import Path
+from time import monotonic, time
+
+from msgspec import Struct
+
+from controlplane.fleet.wire import FleetSnapshot
+from frontend_api import listeners
+from frontend_api.gate import Router
+from frontend_api.server import Limits, Server
+from frontend_api.telemetry import Telemetry
+from frontend_api.upstream import Upstreams
+from frontend_api.view import View
+
+log = logging.getLogger(__name__)
+
+
+class Options(Struct, frozen=True):
+    """How a router process runs."""
+
+    fleet: FleetSnapshot | None = None
+    """A fixed fleet; None: the control plane's, from Redis."""
+    redis_url: str = ""
+    copy: Path = Path("snapshot.json")
+    """Where the last snapshot is kept for a start without Redis."""
+    auth: bool = True
+    limits: Limits = Limits()
+    drain_seconds: float = 60.0
+    silence_seconds: float = 600.0
+    gap_seconds: float = 300.0
+
+
+async def run(options: Options, sock: socket.socket, *, parent_gone: int | None = None) -> None:
+    """Serve on a bound socket until SIGTERM or SIGINT, then drain.
+
+    `parent_gone`: a descriptor that becomes readable when the parent process is gone.
+    """
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if parent_gone is not None:
+        loop.add_reader(parent_gone, stop.set)
+    view = View()
+    upstreams = Upstreams()
+    telemetry = Telemetry(f"{socket.gethostname()}-{os.getpid()}", time(), keep_records=bool(options.redis_url))
+    router = Router(
+        view,
+        upstreams,
+        telemetry,
+        auth=options.auth,
+        silence_seconds=options.silence_seconds,
+        gap_seconds=options.gap_seconds,
+    )
+    server = router.server = Server(router, options.limits)
+    tasks = [loop.create_task(listeners.run_probes(view)), loop.create_task(_sweeps(server, router))]
+    reporter = None
+    client = None
+    if options.fleet is not None:
+        view.take(options.fleet)
+    elif options.redis_url:
+        client = listeners.connect(options.redis_url)
+        listener = listeners.SnapshotListener(view, upstreams, client, options.copy)
+        listener.load_copy()
+        reporter = listeners.Reporter(telemetry, view, client)
+        tasks += [
+            loop.create_task(listener.run()),
+            loop.create_task(reporter.run_flush()),
+            loop.create_task(reporter.run_report()),
+        ]
+    for task in tasks:
+        task.add_done_callback(_ended)
+    await server.listen(sock)
+    await stop.wait()
+    if parent_gone is not None:
+        loop.remove_reader(parent_gone)
+    await drain(server, options.drain_seconds)
+    for task in tasks:
+        task.remove_done_callback(_ended)
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    if reporter is not None and client is not None:
+        await reporter.flush()
+        await client.aclose()
+    upstreams.close()
+
+
+async def drain(server: Server, seconds: float) -> None:
+    """No new connections; wait until the others have their replies, then cut what is left."""
+    server.stop_accepting()
+    deadline = monotonic() + seconds
+    log.info("Draining %d connections.", len(server.connections))
+    while server.connections and monotonic() < deadline:  # noqa: ASYNC110 - the hot path sets no event
+        await asyncio.sleep(0.05)
+    if server.connections:
+        log.warning("%d connections are cut at the drain limit of %g s.", len(server.connections), seconds)
+        server.cut_all()
+
+
+async def _sweeps(server: Server, router: Router) -> None:
+    while True:
+        await asyncio.sleep(1.0)
+        now = monotonic()
+        server.sweep(now)
+        router.sweep(now)
+        router.upstreams.sweep(now)
+
+
+def _ended(task: asyncio.Task[None]) -> None:
+    """A background loop must not end: without it the router would serve on blindly. Ends the process; its parent restarts it."""
+    if not task.cancelled():
+        log.critical("A background task of the router failed.", exc_info=task.exception())
+        os.kill(os.getpid(), signal.SIGTERM)
