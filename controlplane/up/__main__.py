@@ -26,6 +26,7 @@ import redis
 from controlplane.fleet import config as settings
 from controlplane.fleet.config import Config
 from controlplane.fleet.errors import Conflict, InvalidInput, TandemError, Unavailable
+from controlplane.fleet.wire import node_name_of_host
 from controlplane.up import preflight, redis_server
 from controlplane.up.demo import NAME, QUESTION, Answer, Demo
 from controlplane.up.first_start import Prepared
@@ -118,7 +119,9 @@ class Up:
             files["TANDEM_SECRET_KEY"] = state.secrets / "secret_key"
             state.write(files["TANDEM_SECRET_KEY"], config.secret_key)
         self.environment = environment(config, state, os.environ, files)
-        self.programs = programs(config, state, sys.executable, embedded, config.node_name or platform.node())
+        self.programs = programs(
+            config, state, sys.executable, embedded, config.node_name or node_name_of_host(platform.node())
+        )
 
     def supervise(self) -> None:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

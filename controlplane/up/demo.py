@@ -129,13 +129,13 @@ class Demo:
                     if piece:
                         times.append(time.monotonic())
                         text += piece
-                engines = answer.headers.get("x-tandem-prefill", ""), answer.headers.get("x-tandem-decode", "")
+                prefill, decode = (answer.headers.get(f"x-tandem-{role}", "-") for role in ("prefill", "decode"))
         except httpx.HTTPError as error:
             raise Unavailable(f"The router did not answer: {error}") from None
         if not times:
             raise Unavailable("The router answered without a token.")
         itl = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
-        return Answer(text.strip(), times[0] - started, itl, *engines)
+        return Answer(text.strip(), times[0] - started, itl, prefill, decode)
 
     def _ask(self, method: str, path: str, **more: Any) -> httpx.Response:
         try:

@@ -16,8 +16,8 @@ from controlplane.up.state import StateFolder
 
 ENGINE_STOP_SECONDS = 60
 """An agent first ends its engines."""
-DRAIN_SECONDS = 40
-"""The router finishes the streams that are running."""
+DRAIN_SECONDS = 30
+"""How long the router lets running streams go on."""
 
 
 class Program(NamedTuple):
@@ -90,10 +90,10 @@ def programs(
         ),
         Program(
             "router",
-            (python, "-m", "frontend_api"),
+            (python, "-m", "frontend_api", "--drain-seconds", str(DRAIN_SECONDS)),
             stops=10,
             listens=f"http://{_bracketed(config.bind)}:{config.openai_port}/v1",
-            stop_seconds=DRAIN_SECONDS,
+            stop_seconds=DRAIN_SECONDS + 5,
             environment=no_hub,
         ),
         Program(
@@ -184,7 +184,7 @@ environment={settings}
 priority={1000 - program.stops}
 autostart=false
 autorestart=true
-startsecs=3
+startsecs=5
 startretries=3
 stopsignal=TERM
 stopwaitsecs={program.stop_seconds}
