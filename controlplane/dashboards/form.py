@@ -1,0 +1,126 @@
+"""The deployment form and its YAML: two writings of one document, turned into each other. Pure; checking is `fleet.spec`'s.
+
+Fields are named as in the document (`pools.prefill.replicas`), so that an error finds its field by name.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any, Final
+
+import yaml
+
+from controlplane.fleet.errors import InvalidInput
+from controlplane.fleet.model import Role
+
+LONGEST_YAML = 100_000
+"""Characters. A document is some dozens of lines."""
+SHAPES: Final = {"disaggregated": (Role.PREFILL, Role.DECODE), "aggregated": (Role.AGGREGATED,)}
+_TEXT = ("name", "model", "served_name", "runtime", "dtype")
+_NUMBERS = ("max_model_len", "block_size")
+_POOL_NUMBERS = ("replicas", "tensor_parallel", "kv_cache_bytes", "max_num_batched_tokens")
+_ROUTING = ("mode", "on_prefill_failure")
+
+DEFAULTS: Final[Mapping[str, str]] = {
+    "shape": "disaggregated",
+    "runtime": "auto",
+    "dtype": "auto",
+    "routing.mode": "least-load",
+    "routing.on_prefill_failure": "fallback",
+    **{f"pools.{role}.replicas": "1" for role in Role},
+    **{f"pools.{role}.tensor_parallel": "1" for role in Role},
+}
+
+
+def _number(field: str, text: str, kind: type[int] | type[float]) -> int | float:
+    try:
+        return kind(text.replace(",", "").replace("_", ""))
+    except ValueError:
+        raise InvalidInput(
+            f"{field}: write a {'whole ' if kind is int else ''}number (it is {text!r})", field=field
+        ) from None
+
+
+def document_of(values: Mapping[str, str]) -> dict[str, Any]:
+    """The document that a filled-in form means; empty and default fields are left out.
+
+    Raises `InvalidInput` naming a field whose text is no number, or arguments whose quotes do not close.
+    """
+    given = {key: text.strip() for key, text in values.items() if text.strip()}
+    document: dict[str, Any] = {k: given[k] for k in _TEXT if k in given and given[k] != DEFAULTS.get(k)}
+    for key in _NUMBERS:
+        if key in given:
+            document[key] = _number(key, given[key], int)
+    routing = {
+        k: given[f"routing.{k}"] for k in _ROUTING if given.get(f"routing.{k}") not in (None, DEFAULTS[f"routing.{k}"])
+    }
+    if routing:
+        document["routing"] = routing
+    roles = SHAPES.get(given.get("shape", "disaggregated"), SHAPES["disaggregated"])
+    document["pools"] = {role.value: _pool(f"pools.{role}", given) for role in roles}
+    return document
+
+
+def _pool(at: str, given: Mapping[str, str]) -> dict[str, Any]:
+    pool: dict[str, Any] = {"replicas": 1}
+    for key in _POOL_NUMBERS:
+        text = given.get(f"{at}.{key}")
+        if text and (key == "replicas" or text != DEFAULTS.get(f"{at}.{key}")):
+            pool[key] = _number(f"{at}.{key}", text, int)
+    if text := given.get(f"{at}.memory_fraction"):
+        pool["memory_fraction"] = _number(f"{at}.memory_fraction", text, float)
+    if text := given.get(f"{at}.extra_args"):
+        try:
+            pool["extra_args"] = shlex.split(text)
+        except ValueError as error:
+            raise InvalidInput(f"{at}.extra_args: {error}", field=f"{at}.extra_args") from None
+    return pool
+
+
+def values_of(document: Mapping[str, Any]) -> dict[str, str]:
+    """The form's fields for a document. Whatever has no field of its own is ignored: `fleet.spec` refuses it on saving."""
+    values = dict(DEFAULTS)
+    for key in (*_TEXT, *_NUMBERS):
+        if document.get(key) is not None:
+            values[key] = str(document[key])
+    routing = document.get("routing")
+    if isinstance(routing, Mapping):
+        values |= {f"routing.{k}": str(routing[k]) for k in _ROUTING if k in routing}
+    pools = document.get("pools")
+    if not isinstance(pools, Mapping):
+        return values
+    values["shape"] = "aggregated" if Role.AGGREGATED in pools else "disaggregated"
+    for role, pool in pools.items():
+        if not isinstance(pool, Mapping):
+            continue
+        at = f"pools.{role}"
+        values |= {f"{at}.{k}": str(pool[k]) for k in (*_POOL_NUMBERS, "memory_fraction") if pool.get(k) is not None}
+        if isinstance(pool.get("extra_args"), list | tuple):
+            values[f"{at}.extra_args"] = shlex.join(str(x) for x in pool["extra_args"])
+    return values
+
+
+def yaml_of(document: Mapping[str, Any]) -> str:
+    """The document as YAML: keys in their own order, no aliases."""
+    return yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True, width=100)
+
+
+def parse_yaml(text: str) -> dict[str, Any]:
+    """A document written as YAML.
+
+    Raises `InvalidInput` (field `yaml`) naming line and column of a slip, or what was found instead of a mapping.
+    """
+    if len(text) > LONGEST_YAML:
+        raise InvalidInput(f"yaml: a document has at most {LONGEST_YAML:,} characters", field="yaml")
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise InvalidInput(
+            f"yaml: {where}{getattr(error, 'problem', None) or 'this is not YAML'}", field="yaml"
+        ) from None
+    if not isinstance(document, dict):
+        raise InvalidInput("yaml: write a mapping of fields, for example `name: smollm2`", field="yaml")
+    return {str(key): value for key, value in document.items()}

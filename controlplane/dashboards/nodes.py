@@ -1,0 +1,136 @@
+"""The Nodes pages: the list, one machine in full, and what people may do to it. Joining is by a token shown once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from django.contrib import messages
+from django.http import HttpRequest, HttpResponse
+from django.shortcuts import redirect
+from django.views.decorators.http import require_GET, require_POST
+
+from controlplane.access.actors import actor_of
+from controlplane.dashboards import lanes, looks
+from controlplane.dashboards.looks import Look
+from controlplane.dashboards.page import is_htmx, page, signed_in
+from controlplane.deployments import queries as deployments
+from controlplane.deployments.queries import EngineRow
+from controlplane.fleet.errors import InvalidInput
+from controlplane.fleet.lifecycle import HOLDS_NODE
+from controlplane.nodes import queries, services
+from controlplane.nodes.queries import NodeRow
+
+TOKEN_HOURS = (1, 8, 24)
+
+
+class Line(NamedTuple):
+    row: NodeRow
+    look: Look
+    gpus: str
+    """`2 × H200`, or empty."""
+    foreign: int
+    """Processes on its GPUs that Tandem did not start."""
+
+
+def _line(row: NodeRow) -> Line:
+    gpus = row.facts.gpus if row.facts else ()
+    kinds: dict[str, int] = {}
+    for gpu in gpus:
+        name = gpu.name.removeprefix("NVIDIA ")
+        kinds[name] = kinds.get(name, 0) + 1
+    said = ", ".join(f"{count} × {name}" for name, count in kinds.items())
+    return Line(row, looks.NODE[row.status], said, sum(len(gpu.foreign) for gpu in gpus))
+
+
+@signed_in
+@require_GET
+def nodes(request: HttpRequest) -> HttpResponse:
+    """Every machine, and how to add one."""
+    context = {"title": "Nodes", "lines": [_line(row) for row in queries.node_rows()], "hours": TOKEN_HOURS}
+    return page(request, "nodes/list.html", context, live="nodes/list_live.html")
+
+
+class Placed(NamedTuple):
+    """An engine on a node."""
+
+    row: EngineRow
+    deployment: str
+    look: Look
+    sentence: str
+    place: str
+
+
+class Share(NamedTuple):
+    """A part of a whole, in bytes, with the part's fraction."""
+
+    used: int
+    whole: int
+    fraction: float | None
+
+
+def _share(free: int, whole: int) -> Share:
+    used = max(whole - free, 0)
+    return Share(used, whole, used / whole if whole else None)
+
+
+@signed_in
+@require_GET
+def node(request: HttpRequest, name: str) -> HttpResponse:
+    """One machine: what it is, what runs on it, and its GPUs with the processes that are not ours."""
+    row = queries.node_row(name)
+    facts = row.facts
+    placed = [
+        Placed(
+            e, d.deployment.name, looks.ENGINE[e.state], lanes.sentence(e), lanes.place(e, facts.gpus if facts else ())
+        )
+        for d in deployments.deployment_rows()
+        for e in d.engines
+        if e.node_name == name and e.state in HOLDS_NODE
+    ]
+    context = {
+        "title": name,
+        "line": _line(row),
+        "row": row,
+        "look": looks.NODE[row.status],
+        "facts": facts,
+        "memory": _share(facts.memory_free_bytes, facts.memory_bytes) if facts else None,
+        "gpus": [(g, _share(g.memory_free_bytes, g.memory_bytes)) for g in facts.gpus] if facts else [],
+        "placed": placed,
+    }
+    return page(request, "nodes/detail.html", context, live="nodes/detail_live.html")
+
+
+@signed_in
+@require_POST
+def cordon(request: HttpRequest, name: str) -> HttpResponse:
+    """Take the node out of placement, or back in (`cordoned` 1 or 0)."""
+    change = services.cordon if request.POST.get("cordoned") == "1" else services.uncordon
+    change(actor=actor_of(request), name=name)
+    return redirect("node", name)
+
+
+@signed_in
+@require_POST
+def remove(request: HttpRequest, name: str) -> HttpResponse:
+    """Forget the node and take its access away, after its name was typed."""
+    if request.POST.get("name", "") != name:
+        raise InvalidInput(f"name: type {name} to remove it", field="name")
+    services.remove(actor=actor_of(request), name=name)
+    messages.success(request, f"{name} is removed; its access is taken away.", extra_tags="link")
+    return redirect("nodes")
+
+
+@signed_in
+@require_POST
+def join_token(request: HttpRequest) -> HttpResponse:
+    """A new one-time token inside the command that uses it. Shown in this answer and never again."""
+    hours = request.POST.get("hours", "1")
+    if not hours.isdigit():
+        raise InvalidInput("hours: write a whole number", field="hours")
+    token = services.create_join_token(actor=actor_of(request), hours=int(hours))
+    url = f"{request.scheme}://{request.get_host()}"
+    context = {"title": "Add a node", "token": token, "url": url, "hours": int(hours)}
+    template = "nodes/token.html" if is_htmx(request) else "nodes/token_page.html"
+    answer = page(request, template, context)
+    answer.headers["Cache-Control"] = "no-store"
+    return answer

@@ -1,0 +1,138 @@
+"""What all pages share: signed-in only, the frame around them, the live partial of each, errors as messages.
+
+A page lives at one URL. `?part=live` answers only its live region, which the browser fetches again when something changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, cast
+from urllib.parse import quote
+
+from django.contrib.auth import get_user_model
+from django.http import HttpRequest, HttpResponse
+from django.shortcuts import redirect, render
+from django.urls import reverse
+from django.utils import timezone
+
+from controlplane.access.actors import actor_of
+from controlplane.access.roles import Actor, Role
+from controlplane.fleet.errors import NotFound, TandemError
+from controlplane.nodes import queries as nodes
+from controlplane.nodes.presence import Presence
+
+P = ParamSpec("P")
+View = Callable[Concatenate[HttpRequest, P], HttpResponse]
+
+
+class Item(NamedTuple):
+    """One line of the side navigation."""
+
+    route: str
+    title: str
+    icon: str
+
+
+NAVIGATION = (
+    Item("fleet", "Fleet", "fleet"),
+    Item("deployments", "Deployments", "deployments"),
+    Item("nodes", "Nodes", "nodes"),
+    Item("keys", "Keys", "keys"),
+)
+
+
+def is_htmx(request: HttpRequest) -> bool:
+    return request.headers.get("HX-Request") == "true"
+
+
+def signed_in(view: View[P]) -> View[P]:
+    """Lets only signed-in users through. A partial's request leads the whole page to the login, not the login into it.
+
+    A `NotFound` of the view becomes the 404 page; any other expected error a message in the frame.
+    """
+
+    @wraps(view)
+    def guarded(request: HttpRequest, *args: P.args, **kwargs: P.kwargs) -> HttpResponse:
+        if not request.user.is_authenticated:
+            back = request.headers.get("HX-Current-URL", "") if is_htmx(request) else request.get_full_path()
+            path = "/" + back.split("://", 1)[-1].partition("/")[2] if "://" in back else back
+            target = f"{reverse('login')}?next={quote(path)}"
+            return HttpResponse(status=204, headers={"HX-Redirect": target}) if is_htmx(request) else redirect(target)
+        try:
+            return view(request, *args, **kwargs)
+        except TandemError as error:
+            return failure(request, error)
+
+    return cast(View[P], guarded)  # `wraps` keeps the signature, its type does not
+
+
+def failure(request: HttpRequest, error: TandemError) -> HttpResponse:
+    """An expected error: a note where htmx asked for a fragment, a page otherwise."""
+    if is_htmx(request):
+        response = render(request, "parts/note.html", {"message": error.message, "tone": "bad"}, status=error.status)
+        response.headers["HX-Retarget"] = "#messages"
+        response.headers["HX-Reswap"] = "innerHTML"
+        return response
+    template = "404.html" if isinstance(error, NotFound) else "error.html"
+    return page(
+        request,
+        template,
+        {"title": "Not found" if isinstance(error, NotFound) else "Not possible", "error": error},
+        status=error.status,
+    )
+
+
+def page(
+    request: HttpRequest,
+    template: str,
+    context: Mapping[str, Any],
+    *,
+    live: str = "",
+    only_live: bool = False,
+    status: int = 200,
+) -> HttpResponse:
+    """Render a page, or with `?part=live` its live template alone."""
+    actor = actor_of(request)
+    full: dict[str, Any] = {"actor": actor, "may": May(actor), **context}
+    if live and (only_live or request.GET.get("part") == "live"):
+        return render(request, live, full)
+    match = request.resolver_match
+    section = (match.url_name or "").split("-")[0] if match else ""
+    section = {"deployment": "deployments", "node": "nodes", "key": "keys"}.get(section, section)
+    full |= {"navigation": NAVIGATION, "section": section, "live_template": live, "foot": foot(), "now": timezone.now()}
+    return render(request, template, full, status=status)
+
+
+class May:
+    """What the actor may do, for templates: `may.operate`, `may.administer`."""
+
+    def __init__(self, actor: Actor) -> None:
+        self.operate = actor.role >= Role.OPERATOR
+        self.administer = actor.role >= Role.ADMIN
+        self.reason = f"You are {actor.role.label}; this needs the role operator."
+
+
+class Foot(NamedTuple):
+    """The fleet in two lines, at the foot of the side navigation."""
+
+    nodes: int
+    gpus: int
+    reporting: int
+
+
+def foot() -> Foot:
+    rows = nodes.node_rows()
+    gpus = sum(len(r.facts.gpus) for r in rows if r.facts)
+    return Foot(len(rows), gpus, sum(r.status is Presence.REPORTING for r in rows))
+
+
+@signed_in
+def foot_part(request: HttpRequest) -> HttpResponse:
+    """The foot alone, for its live region."""
+    return render(request, "parts/foot.html", {"foot": foot()})
+
+
+def first_start() -> bool:
+    """Nobody can sign in yet."""
+    return not get_user_model().objects.exists()

@@ -1,0 +1,7 @@
+// Wires the page: each module owns one thing and finds its own elements.
+import "./toggle.js";
+import "./ages.js";
+import "./live.js";
+import "./links.js";
+import "./logs.js";
+import "./forms.js";

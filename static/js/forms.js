@@ -1,0 +1,33 @@
+// Small help for forms: ± buttons beside a number, copying a command, a delete button that waits for the typed name.
+document.addEventListener("click", async (event) => {
+  const step = event.target.closest?.("[data-step]");
+  if (step) {
+    const input = document.getElementById(step.dataset.for);
+    const value = Number(input.value || 0) + Number(step.dataset.step);
+    input.value = String(Math.min(Math.max(value, Number(input.min || 0)), Number(input.max || Infinity)));
+    input.dispatchEvent(new Event("input", { bubbles: true }));
+    return;
+  }
+  const copy = event.target.closest?.("[data-copy]");
+  if (copy) {
+    const text = document.getElementById(copy.dataset.copy).textContent;
+    const said = copy.textContent;
+    try {
+      await navigator.clipboard.writeText(text);
+      copy.textContent = "Copied";
+    } catch {
+      getSelection().selectAllChildren(document.getElementById(copy.dataset.copy));
+      copy.textContent = "Selected: press Ctrl-C";
+    }
+    setTimeout(() => { copy.textContent = said; }, 2000);
+  }
+});
+
+document.addEventListener("input", (event) => {
+  const name = event.target.dataset?.confirms;
+  if (name !== undefined) event.target.form.querySelector("button").disabled = event.target.value !== name;
+});
+
+document.addEventListener("change", (event) => {
+  if (event.target.matches?.("[data-submits]")) event.target.form.requestSubmit();
+});
