@@ -95,7 +95,7 @@ class App:
             "/v1/responses": lambda exchange: self._generate(exchange, Responses.read),
             "/v1/messages": lambda exchange: self._generate(exchange, Messages.read),
             "/tokenize": self._tokenize,
-            "/reset_prefix_cache": self._reset_prefix_cache,
+            "/sim/reset_prefix_cache": self._reset_prefix_cache,
             "/sim/faults": self._set_faults,
         }
 
@@ -209,7 +209,12 @@ class App:
 
     def _check_model(self, model: str | None) -> None:
         if model and model != self._settings.served_model_name:
-            raise ApiError(f"The model `{model}` does not exist.", status=404, kind="NotFoundError", param="model")
+            raise ApiError(
+                f"The model `{model}` does not exist. Valid aliases: {self._settings.served_model_name}.",
+                status=404,
+                kind="NotFoundError",
+                param="model",
+            )
 
     async def _generate(self, exchange: Exchange, read: Callable[[bytes, Settings], Endpoint]) -> None:
         body = await exchange.body()

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Iterable
 
 from workers.sim.generation import Choice, Generation, Job, check_length
-from workers.sim.http import DONE, ApiError, event
+from workers.sim.http import DONE, ApiError, event, invalid
 from workers.sim.requests import ChatRequest, Json, parse
 from workers.sim.schema import script
 from workers.sim.sequence import Sampling, TokenLogprob
@@ -30,7 +30,7 @@ def forced_tool(tools: Iterable[Json] | None, choice: object) -> ForcedTool | No
     functions = [f for tool in tools or () if isinstance(f := tool.get("function"), dict)]
     if choice == "required":
         if not functions:
-            raise ApiError("When using `tool_choice`, `tools` must be set.", param="tool_choice")
+            raise invalid("When using `tool_choice`, `tools` must be set.", "tool_choice")
         return ForcedTool(str(functions[0].get("name")), functions[0].get("parameters"), required=True)
     if not isinstance(choice, dict):
         return None
@@ -39,7 +39,7 @@ def forced_tool(tools: Iterable[Json] | None, choice: object) -> ForcedTool | No
     for function in functions:
         if function.get("name") == name:
             return ForcedTool(str(name), function.get("parameters"), required=False)
-    raise ApiError("The tool specified in `tool_choice` does not match any of the specified `tools`", param="tools")
+    raise invalid("The tool specified in `tool_choice` does not match any of the specified `tools`", "tools")
 
 
 def json_script(response_format: Json | None) -> tuple[str, ...]:
@@ -86,7 +86,7 @@ class Chat:
         self.tool = forced_tool(request.tools, request.tool_choice)
         self._top = request.top_logprobs or 0
         if self._top and not request.logprobs:
-            raise ApiError("when using `top_logprobs`, `logprobs` must be set to true.", param="top_logprobs")
+            raise invalid("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
         prompt = encode(render_chat(request.messages, request.tools))
         check_length(prompt, settings.max_model_len)
         asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
@@ -227,5 +227,5 @@ def tool_call_id() -> str:
 def positive(max_tokens: int) -> int:
     """Raises `ApiError` for zero, as vLLM's sampling parameters do."""
     if max_tokens < 1:
-        raise ApiError(f"max_tokens must be at least 1, got {max_tokens}.", param="max_tokens")
+        raise invalid(f"max_tokens must be at least 1, got {max_tokens}.", "max_tokens")
     return max_tokens

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterable
 
 from workers.sim.chat import json_script, positive
 from workers.sim.generation import Choice, Generation, Job, check_length
-from workers.sim.http import DONE, ApiError, event
+from workers.sim.http import DONE, ApiError, event, invalid
 from workers.sim.requests import CompletionRequest, Json, parse
 from workers.sim.sequence import Sampling, TokenLogprob
 from workers.sim.settings import FINGERPRINT, Settings
@@ -28,9 +28,9 @@ def prompts_of(prompt: object) -> tuple[list[int], ...]:
     else:
         prompts = []
     if not prompts or not all(prompts):
-        raise ApiError("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
+        raise invalid("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
     if any(not 0 <= token < VOCABULARY for tokens in prompts for token in tokens):
-        raise ApiError("Token id is out of vocabulary", param="prompt")
+        raise invalid("Token id is out of vocabulary", "prompt")
     return tuple(prompts)
 
 
@@ -64,7 +64,7 @@ class Completion:
         self.asked_model, self.model = request.model, settings.served_model_name
         self.created = int(time.time())
         if request.echo:
-            raise ApiError("The stand-in engine does not support `echo`.", param="echo")
+            raise invalid("The stand-in engine does not support `echo`.", "echo")
         prompts = prompts_of(request.prompt)
         for prompt in prompts:
             check_length(prompt, settings.max_model_len)

@@ -28,6 +28,13 @@ class ApiError(Exception):
         self.message = message
 
 
+def invalid(message: str, parameter: str | None = None, value: object = None) -> ApiError:
+    """A request that breaks one of vLLM's own rules; the text ends as `VLLMValidationError` ends it."""
+    named = [f"parameter={parameter}"] if parameter is not None else []
+    extras = named if value is None else [*named, f"value={value}"]
+    return ApiError(f"{message} ({', '.join(extras)})" if extras else message, param=parameter)
+
+
 def not_found(status: HTTPStatus = HTTPStatus.NOT_FOUND) -> ApiError:
     return ApiError(status.phrase, status=status.value, kind=status.phrase)
 

@@ -7,7 +7,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from workers.sim.http import ApiError
+from workers.sim.http import ApiError, invalid
 
 Json = dict[str, object]
 Natural = Annotated[int, Meta(ge=0)]
@@ -46,11 +46,11 @@ class Common(Struct, kw_only=True):
         Raises `ApiError`.
         """
         if self.stream_options is not None and not self.stream:
-            raise ApiError("Stream options can only be defined when `stream=True`.", param="stream_options")
+            raise invalid("Stream options can only be defined when `stream=True`.", "stream_options")
         if "" in self.stops():
-            raise ApiError("stop cannot contain an empty string.", param="stop")
+            raise invalid("stop cannot contain an empty string.", "stop")
         if (self.n or 1) > 1 and self.temperature == 0:
-            raise ApiError(f"n must be 1 when using greedy sampling, got {self.n}.")
+            raise invalid(f"n must be 1 when using greedy sampling, got {self.n}.")
 
 
 class ChatRequest(Common, kw_only=True):

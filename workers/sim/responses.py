@@ -81,7 +81,7 @@ class Responses:
             raise ApiError(
                 f"Response with id '{request.previous_response_id}' not found.",
                 status=404,
-                kind="NotFoundError",
+                kind="invalid_request_error",
                 param="response_id",
             )
         self._request = request

@@ -31,7 +31,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 256
     block_size: int = 16
     kv_blocks: int = 4096
-    prefill_tokens_per_second: float = 20_000.0
+    prefill_tokens_per_second: float = 100_000.0
     itl_seconds: float = 0.005
     """Duration of one decode step, whatever the batch holds."""
     transfer_bytes_per_second: float = 1e9
