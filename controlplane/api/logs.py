@@ -52,7 +52,8 @@ class EngineLogsFollow(ApiView):
     def get(self, request: Request, name: str, engine: str) -> Response:
         """Lines after the cursor, as soon as there are any; none after `wait` seconds. Ask again with the new cursor."""
         asked, found = self.query(requests.LogFollow), _engine(name, engine)
-        chunk = logs.follow(engine=found, attempt=asked["attempt"], cursor=asked["cursor"], wait_seconds=asked["wait"])
+        wait: float = asked["wait"] if asked["attempt"] == found.attempt else 0  # a past attempt writes no more
+        chunk = logs.follow(engine=found, attempt=asked["attempt"], cursor=asked["cursor"], wait_seconds=wait)
         found.refresh_from_db(fields=["attempt"])
         return _answer(chunk, found)
 

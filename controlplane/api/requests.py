@@ -11,6 +11,9 @@ from controlplane.deployments.logs import START
 from controlplane.fleet.spec import MAX_REPLICAS
 from controlplane.fleet.wire import LOG_MAXLEN, Scope
 
+LONGEST_POLL = 4.0
+"""Seconds: below the 5 after which a Redis client gives a silent read up, and short enough to notice a new attempt soon."""
+
 
 class _Strict(serializers.Serializer[Any]):
     def to_internal_value(self, data: Any) -> Any:
@@ -42,7 +45,9 @@ class LogTail(serializers.Serializer[Any]):
 class LogFollow(serializers.Serializer[Any]):
     attempt = serializers.IntegerField(min_value=1)
     cursor = serializers.RegexField(r"^\d{1,20}-\d{1,20}$", default=START, help_text="Of the answer before.")
-    wait = serializers.FloatField(default=15, min_value=0, max_value=25, help_text="Seconds to wait for a new line.")
+    wait = serializers.FloatField(
+        default=LONGEST_POLL, min_value=0, max_value=LONGEST_POLL, help_text="Seconds to wait for a new line."
+    )
 
 
 class Join(_Strict):

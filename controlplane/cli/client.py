@@ -9,8 +9,8 @@ import httpx
 
 from controlplane.fleet.errors import TandemError
 
-LONGEST_WAIT = 40.0
-"""Seconds until an answer is given up; a long poll takes up to 25."""
+LONGEST_WAIT = 30.0
+"""Seconds until an answer is given up."""
 
 
 class Refused(TandemError):

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from controlplane.fleet.model import Role
+
 Row = dict[str, Any]
 
 
@@ -37,8 +39,8 @@ def _gib(size: int) -> str:
 
 
 def _pools(row: Row) -> str:
-    condition = row["condition"]
-    return " ".join(f"{role} {condition['ready'].get(role, 0)}/{n}" for role, n in condition["wanted"].items())
+    ready, wanted = row["condition"]["ready"], row["condition"]["wanted"]
+    return " ".join(f"{role} {ready.get(role, 0)}/{wanted[role]}" for role in Role if role in wanted)
 
 
 def _hardware(row: Row) -> str:
