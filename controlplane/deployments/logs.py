@@ -1,4 +1,7 @@
-"""Reads the logs that agents send: one Redis stream per engine and attempt, capped, kept for a day after its last line."""
+"""Reads the logs that agents send: one Redis stream per engine and attempt, capped, kept for a day after its last line.
+
+An engine is given as its row or its id.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class LogChunk:
     """Pass it to `follow` for what comes after these lines."""
 
 
-def tail(*, engine: Engine, attempt: int | None = None, lines: int = 1000) -> LogChunk:
+def tail(*, engine: Engine | str, attempt: int | None = None, lines: int = 1000) -> LogChunk:
     """The last lines of an attempt (None: the newest one), in any state, also of one that crashed.
 
     Raises `NotFound` (no such attempt) or `Unavailable` (Redis).
@@ -34,7 +37,7 @@ def tail(*, engine: Engine, attempt: int | None = None, lines: int = 1000) -> Lo
     return LogChunk(number, found.lines, found.cursor)
 
 
-def follow(*, engine: Engine, attempt: int | None, cursor: str, wait_seconds: float) -> LogChunk:
+def follow(*, engine: Engine | str, attempt: int | None, cursor: str, wait_seconds: float) -> LogChunk:
     """Lines after the cursor, as soon as there are any; none after `wait_seconds`.
 
     Raises `InvalidInput` (cursor), `NotFound` or `Unavailable`.
@@ -48,12 +51,15 @@ def follow(*, engine: Engine, attempt: int | None, cursor: str, wait_seconds: fl
     return LogChunk(number, found.lines, found.cursor)
 
 
-def _stream(engine: Engine, attempt: int | None) -> tuple[int, str | None]:
+def _stream(engine: Engine | str, attempt: int | None) -> tuple[int, str | None]:
     """Attempt number and stream; no stream: the engine has not been placed yet."""
-    placed = Attempt.objects.filter(engine=engine)
+    found = engine if isinstance(engine, Engine) else Engine.objects.filter(pk=engine).first()
+    if found is None:
+        raise NotFound(f"there is no engine {engine}")
+    placed = Attempt.objects.filter(engine=found)
     row = (placed.filter(number=attempt) if attempt is not None else placed).order_by("-number").first()
     if row is None:
-        if attempt is not None and attempt != engine.attempt:
-            raise NotFound(f"{engine.id} has no attempt {attempt}")
-        return engine.attempt, None
-    return row.number, log_key(row.node_name, engine.id, row.number)
+        if attempt is not None and attempt != found.attempt:
+            raise NotFound(f"{found.id} has no attempt {attempt}")
+        return found.attempt, None
+    return row.number, log_key(row.node_name, found.id, row.number)

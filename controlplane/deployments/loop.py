@@ -73,7 +73,8 @@ def one_step(now: datetime, publisher: Publisher) -> bool:
                 changed_nodes = reports.record(nodes, gathered.reports, now=now)
                 apply(decision, gathered, now=now)
                 to_send = _renew_plans(decision, gathered, now)
-                Published.objects.filter(pk=gathered.published.pk).update(version=version, digest=digest)
+                if version != gathered.published.version:
+                    Published.objects.filter(pk=gathered.published.pk).update(version=version, digest=digest)
         except _LeaseLost:
             return False
         if version != stored_version:
@@ -85,12 +86,14 @@ def one_step(now: datetime, publisher: Publisher) -> bool:
 
 @contextmanager
 def _lease(holder: str, now: datetime) -> Iterator[Lease | None]:
-    Lease.objects.get_or_create(name=LEASE)
-    free = Q(holder="") | Q(until__lt=now)
+    free = Lease.objects.filter(Q(holder="") | Q(until__lt=now), name=LEASE)
+    until = now + timedelta(seconds=LEASE_SECONDS)
+    if not free.update(holder=holder, until=until):
+        _, is_first = Lease.objects.get_or_create(name=LEASE)
+        if not (is_first and free.update(holder=holder, until=until)):
+            yield None
+            return
     mine = Lease.objects.filter(name=LEASE, holder=holder)
-    if not Lease.objects.filter(free, name=LEASE).update(holder=holder, until=now + timedelta(seconds=LEASE_SECONDS)):
-        yield None
-        return
     try:
         yield mine.first()
     finally:

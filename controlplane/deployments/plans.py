@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from controlplane.deployments.world import EngineRecord
 from controlplane.fleet import wire
-from controlplane.fleet.lifecycle import HOLDS_NODE, State
+from controlplane.fleet.lifecycle import HOLDS_NODE, LIVE, State
 from controlplane.fleet.model import EngineAssignment, Peer, Role
 from controlplane.fleet.spec import DeploymentSpec
 
@@ -21,7 +21,9 @@ def assignments(engines: Iterable[EngineRecord], specs: Specs) -> dict[str, tupl
     engines = list(engines)
     peers: dict[tuple[str, int], list[Peer]] = {}
     for engine in engines:
-        if engine.role is Role.PREFILL and engine.answers and engine.url:
+        # One that was ready stays a peer through silence and bad health, so that its proofs outlive them.
+        has_answered = engine.answers or (engine.ready_at is not None and engine.state in LIVE)
+        if engine.role is Role.PREFILL and has_answered and engine.url:
             peer = Peer(engine.id, engine.attempt, engine.url, engine.secret)
             peers.setdefault((engine.deployment, engine.revision), []).append(peer)
     plans: dict[str, list[EngineAssignment]] = {}

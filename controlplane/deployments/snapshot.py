@@ -35,9 +35,14 @@ def digest(snapshot: FleetSnapshot) -> str:
 
 
 def takes_traffic(engine: EngineRecord) -> bool:
-    """Whether the snapshot names the engine. One whose node fell silent after it was ready stays, as a suspect."""
-    suspect = engine.state is State.LOST and engine.ready_at is not None
-    return bool(engine.url) and (engine.state in SERVING or suspect)
+    """Whether the snapshot names the engine."""
+    return bool(engine.url) and (engine.state in SERVING or is_suspect(engine))
+
+
+def is_suspect(engine: EngineRecord) -> bool:
+    """It was ready when its node fell silent, and stays in the snapshot until it is ready again or replaced."""
+    back = engine.state is State.WARMING and engine.answers
+    return engine.ready_at is not None and (engine.state is State.LOST or back)
 
 
 def condition_of(deployment: DeploymentRecord, engines: Iterable[EngineRecord]) -> Condition:
@@ -83,5 +88,5 @@ def _engine(engine: EngineRecord) -> SnapshotEngine:
         max_model_len=seen.max_model_len,
         events=engine.socket_url("tcp", seen.ports.events),
         replay=engine.socket_url("tcp", seen.ports.replay),
-        suspect=engine.state is State.LOST,
+        suspect=is_suspect(engine),
     )

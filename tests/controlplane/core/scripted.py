@@ -6,9 +6,11 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from django.db.models import F
 from msgspec.structs import replace
 
-from controlplane.access.roles import Actor, Role as Access
+from controlplane.access.roles import Actor
+from controlplane.access.roles import Role as Access
 from controlplane.deployments import loop, queries, services
 from controlplane.deployments.models import Engine
 from controlplane.fleet.lifecycle import State
@@ -30,10 +32,12 @@ from controlplane.publish import InMemoryPublisher
 
 OPERATOR = Actor("olga", Access.OPERATOR)
 GIB = 1 << 30
-START = datetime(2027, 1, 1, tzinfo=UTC)
+START = datetime(2025, 1, 1, tzinfo=UTC)
 
 
-def facts(*, runtimes: tuple[Runtime, ...] = (Runtime.SIM,), gpus: int = 0, memory: int = 16 * GIB, **more: Any) -> NodeFacts:
+def facts(
+    *, runtimes: tuple[Runtime, ...] = (Runtime.SIM,), gpus: int = 0, memory: int = 16 * GIB, **more: Any
+) -> NodeFacts:
     """A machine; its GPUs are empty and have 80 GiB each."""
     cards = tuple(GpuFacts(i, f"GPU-{i}", "H", 80 * GIB, 79 * GIB) for i in range(gpus))
     values: dict[str, Any] = {
@@ -139,7 +143,9 @@ class Agent:
             )
         if seen.phase is Phase.WARMING:
             proofs = tuple(
-                PairProof(p.engine, p.attempt, not self.broken_pairs, "64 KiB moved" if not self.broken_pairs else "refused")
+                PairProof(
+                    p.engine, p.attempt, not self.broken_pairs, "64 KiB moved" if not self.broken_pairs else "refused"
+                )
                 for p in assignment.peers
             )
             return replace(seen, pairs=proofs)
@@ -178,6 +184,14 @@ class Fleet:
         for _ in range(seconds):
             self.step()
 
+    def skip(self, seconds: float) -> None:
+        """Time passes in which nothing happens and the loop runs steadily: every age that limits look at grows."""
+        ages = timedelta(seconds=seconds)
+        Engine.objects.update(since=F("since") - ages)
+        silent = [name for name, agent in self.agents.items() if agent.silent]
+        Node.objects.filter(name__in=silent).update(last_report_at=F("last_report_at") - ages)
+        loop.Lease.objects.update(resumed_at=F("resumed_at") - ages)
+
     def until(self, condition: Callable[[], object], seconds: int = 30) -> int:
         """Steps until the condition holds; how many it took."""
         for taken in range(seconds):
@@ -214,5 +228,5 @@ class Fleet:
 
     def serving(self, name: str = "demo") -> list[str]:
         """Short names of the engines that the newest snapshot names, suspects with a question mark."""
-        found = [d for d in self.snapshot.deployments if d.name == name]
+        found = [d for s in self.publisher.snapshots[-1:] for d in s.deployments if d.name == name]
         return [e.name + "?" * e.suspect for d in found for e in d.engines]
