@@ -156,8 +156,8 @@ class Exchange:
     def overhead_us(self) -> float:
         return (self.sent_at - self.request.received_at) * 1e6 if self.sent_at else 0.0
 
-    def relay(self, data: bytes) -> None:
-        """Whole events for the client, timed."""
+    def relay(self, data: bytes, last: bool) -> None:
+        """Whole events for the client, timed. `last`: the answer ends with them."""
         reader = self.reader
         assert reader is not None
         if reader.texts:
@@ -167,7 +167,7 @@ class Exchange:
             elif now - self.last_text_at > self.longest_gap:
                 self.longest_gap = now - self.last_text_at
             self.last_text_at = now
-        self.connection.send(data)
+        self.connection.send(data, last=last)
         if self._slow and self.leg is not None:
             self.leg.pause()
 
@@ -255,7 +255,7 @@ class PrefillLeg:
     def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._status = status
 
-    def body(self, data: bytes) -> None:
+    def body(self, data: bytes, last: bool) -> None:
         self._parts.append(data)
         self._size += len(data)
         if self._size > MAX_REPLY:
@@ -277,12 +277,13 @@ class PrefillLeg:
 class AnswerLeg:
     """Relays the answering engine's reply: a stream as it comes, anything else once it is whole."""
 
-    __slots__ = ("_exchange", "_headers", "_parts", "_size", "_status")
+    __slots__ = ("_exchange", "_headers", "_parts", "_size", "_status", "_whole")
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._status = 0
         self._headers: list[tuple[bytes, bytes]] = []
+        self._whole = False
         self._parts: list[bytes] = []
         self._size = 0
 
@@ -298,7 +299,7 @@ class AnswerLeg:
                     exchange = self._exchange
                     exchange.reader = EventReader(exchange.endpoint.shape, exchange.usage)
 
-    def body(self, data: bytes) -> None:
+    def body(self, data: bytes, last: bool) -> None:
         exchange = self._exchange
         reader = exchange.reader
         if reader is None:
@@ -312,7 +313,8 @@ class AnswerLeg:
         except EventTooLong:
             _too_long(exchange)
             return
-        if not events:
+        last = last and (reader.done or reader.failed)
+        if not events and not last:
             return
         if not exchange.streamed:
             if reader.failed and not reader.texts:  # the client has no byte yet: it gets a plain error
@@ -325,7 +327,8 @@ class AnswerLeg:
             exchange.streamed = True
             exchange.advance(flow.Began())
             exchange.connection.begin(200, exchange.answer_headers(self._headers) + _STREAM_HEADERS)
-        exchange.relay(events)
+        self._whole = last
+        exchange.relay(events, last)
 
     def ended(self) -> None:
         exchange = self._exchange
@@ -343,7 +346,8 @@ class AnswerLeg:
             exchange.reader = None
             exchange.advance(flow.Lost(Broken.RESET, True))
         elif reader.done or reader.failed:
-            exchange.connection.end()
+            if not self._whole:
+                exchange.connection.send(b"", last=True)
             exchange.advance(flow.Ended())
         else:
             self._break_off("The engine ended the stream before the answer was whole.")
@@ -362,8 +366,7 @@ class AnswerLeg:
         exchange = self._exchange
         exchange.truncated = True
         shape = exchange.endpoint.shape
-        exchange.connection.send(openai.error_event(Problem(502, "stream_truncated", message), shape))
-        exchange.connection.end()
+        exchange.connection.send(openai.error_event(Problem(502, "stream_truncated", message), shape), last=True)
         exchange.advance(flow.Ended())
 
 

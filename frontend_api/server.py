@@ -94,7 +94,7 @@ class ClientConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._queue: deque[Request] = deque()
         self._busy = False
-        self._streaming = False
+        self._head = b""
         self._closing = False
         self._lingering = 0.0
         self._slow_since = 0.0
@@ -130,23 +130,26 @@ class ClientConnection(asyncio.Protocol):
         self._done(close)
 
     def begin(self, status: int, headers: bytes) -> None:
-        """Begin a reply of unknown length."""
-        self._streaming = True
+        """Begin a reply of unknown length. Its head leaves with the first data."""
         framing = b"" if self.current.http10 else b"transfer-encoding: chunked\r\n"
         close = b"connection: close\r\n" if self._must_close() else b""
         reason = _REASONS.get(status, b"Unknown")
-        self._write(b"HTTP/1.1 %d %b\r\n%b%b%b\r\n" % (status, reason, headers, framing, close))
+        self._head = b"HTTP/1.1 %d %b\r\n%b%b%b\r\n" % (status, reason, headers, framing, close)
 
-    def send(self, data: bytes) -> None:
-        if data:
-            self._write(data if self.current.http10 else b"%x\r\n%b\r\n" % (len(data), data))
-
-    def end(self) -> None:
-        """The begun reply is whole."""
+    def send(self, data: bytes, *, last: bool = False) -> None:
+        """More of a begun reply; `last`: it is whole now."""
         if not self.current.http10:
-            self._write(b"0\r\n\r\n")
-        self._streaming = False
-        self._done(self._must_close())
+            if data:
+                data = b"%x\r\n%b\r\n" % (len(data), data)
+            if last:
+                data += b"0\r\n\r\n"
+        if self._head:
+            data = self._head + data
+            self._head = b""
+        if data:
+            self._write(data)
+        if last:
+            self._done(self._must_close())
 
     def cut(self) -> None:
         """Break off so that the client sees that its reply is not whole."""

@@ -50,7 +50,7 @@ class Receiver(Protocol):
 
     def sending(self) -> None: ...
     def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None: ...
-    def body(self, data: bytes) -> None: ...
+    def body(self, data: bytes, last: bool) -> None: ...
     def ended(self) -> None: ...
     def failed(self, failure: Failure) -> None: ...
 
@@ -107,6 +107,7 @@ class Connection(asyncio.Protocol):
         self._head_done = False
         self._complete = False
         self._violated = False
+        self._keep_alive = False
         self._head_bytes = 0
         self._length = False
         self._chunked = False
@@ -176,9 +177,9 @@ class Connection(asyncio.Protocol):
             receiver = leg.receiver
             self._parts = []
             if receiver is not None:
-                receiver.body(parts[0] if len(parts) == 1 else b"".join(parts))
+                receiver.body(parts[0] if len(parts) == 1 else b"".join(parts), self._complete)
         if self._complete and self.leg is leg:  # the receiver may have cancelled it just now
-            self._finish(self._parser.should_keep_alive())
+            self._finish(self._keep_alive)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._pool.lost(self)
@@ -239,6 +240,7 @@ class Connection(asyncio.Protocol):
         status = self._parser.get_status_code()
         if status >= 200:
             self._head_done = True
+            self._keep_alive = self._parser.should_keep_alive()
             if status in (204, 304):
                 self._length = True
 
