@@ -37,7 +37,7 @@ from controlplane.up.supervisor import Supervisor, tail
 from controlplane.up.watch import Watch
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-START_SECONDS = 90.0
+START_SECONDS = 180.0
 """Within this a program must answer, or the start is given up."""
 OPEN_FILES = 65_536
 
@@ -69,11 +69,11 @@ class Up:
         for program in self.programs:
             if program.name not in ("redis", "agent"):
                 self.supervisor.begin(program.name)
-        self.answering("web", f"{self.web}/api/schema/")
+        self.answering("web", f"{self.web}/api/v1/me")
         self.screen.stage("Dashboard", self.web)
+        self.supervisor.begin("agent")  # now there is somebody to join
         self.answering("router", f"{self.openai}/health")
         self.screen.stage("Router", f"{self.openai}/v1")
-        self.supervisor.begin("agent")  # now there is somebody to join
         self.watch.look()
 
     def look_around(self) -> None:
@@ -202,19 +202,13 @@ class Up:
         demo = Demo(web=self.web, openai=self.openai, runtime=self.config.runtime, **keys)
         created = self.state.home / "demo_created"
         try:
-            if demo.deployment() is None:
-                if created.exists():
-                    self.screen.say(f"The demo deployment {NAME} was deleted; it is not made again.", "dim")
-                    return
-                demo.create()
+            if not demo.ensure(may_create=not created.exists()):
+                self.screen.say(f"The demo deployment {NAME} was deleted; it is not made again.", "dim")
+                return
             self.state.write(created, "")
-            before = demo.wait(self._show)
-            self.watch.more_lines = ()
-            self.screen.stage("Deployment", f"{NAME}: {before['condition']['sentence']}")
-            self.screen.working("Asking it a question")
-            answer = demo.chat(self.watch.pause)
-            self.screen.working("Reading the transfer counters")
-            self._tell(answer, demo.bytes_moved(before, self.watch.pause), keys["demo_key"])
+            sentence, answer = demo.answer(self._show)
+            self.screen.stage("Deployment", f"{NAME}: {sentence}")
+            self._tell(answer, keys["demo_key"])
         finally:
             self.watch.more_lines = ()
             self.screen.working("")
@@ -225,14 +219,15 @@ class Up:
         self.screen.working(sentence)
         self.watch.pause(0.5)
 
-    def _tell(self, answer: Answer, moved: int, key: str) -> None:
+    def _tell(self, answer: Answer, key: str) -> None:
         say = self.screen.say
         itl = f"{answer.itl * 1000:.0f} ms" if answer.itl is not None else "one token only"
-        way = f" · {answer.prefill} → {answer.decode}" if answer.prefill and answer.decode else ""
+        moved = f"{_size(answer.bytes_moved)} of KV moved by NIXL" if answer.bytes_moved else "no KV transfer seen"
         say("")
         say(f"  {QUESTION}", "dim")
         say(f"  {answer.text}", "bold")
-        say(f"  first token {answer.ttft * 1000:.0f} ms · between tokens {itl} · KV moved {_size(moved)}{way}", "dim")
+        say(f"  first token {answer.ttft * 1000:.0f} ms · between tokens {itl} · {moved}", "dim")
+        say(f"  prefill {answer.prefill} → decode {answer.decode}", "dim")
         say("")
         say(f"  Dashboard   {self.web}")
         say(f"  OpenAI      {self.openai}/v1")

