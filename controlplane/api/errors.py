@@ -11,14 +11,14 @@ import logging
 from typing import Any
 
 from django.core.exceptions import PermissionDenied, RequestDataTooBig
-from django.db import OperationalError
+from django.db import DataError, OperationalError
 from django.http import Http404
 from rest_framework import exceptions
 from rest_framework.response import Response
 from rest_framework.views import set_rollback
 
 from controlplane.api.documents import TooLarge
-from controlplane.fleet.errors import Conflict, TandemError, Unavailable
+from controlplane.fleet.errors import Conflict, InvalidInput, TandemError, Unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,9 @@ def handler(error: Exception, context: dict[str, Any]) -> Response:
     if isinstance(error, OperationalError):
         logger.warning("the database did not answer: %s", error)
         error = Unavailable("the database is busy or away; try again in a moment")
+    if isinstance(error, DataError):
+        logger.warning("the database refused a value: %s", error)
+        error = InvalidInput("a value cannot be stored: does a text hold a NUL character?")
     if isinstance(error, TandemError):
         if error.status >= 500 and not error.retryable:
             logger.error("a service failed", exc_info=error)

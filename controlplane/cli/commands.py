@@ -85,10 +85,13 @@ def scale(client: Client, arguments: argparse.Namespace) -> int:
     wanted = {role: replicas for role, replicas in wanted.items() if replicas is not None}
     if not wanted:
         raise InvalidInput("say which pool: --prefill N, --decode N or --aggregated N")
-    for role, replicas in wanted.items():
-        body = {"role": role, "replicas": replicas}
-        client.call("POST", "deployments", arguments.name, "scale", body=body)
-        print(f"{arguments.name}: {role} scaled to {replicas}")
+    if len(wanted) == 1:
+        ((role, replicas),) = wanted.items()
+        client.call("POST", "deployments", arguments.name, "scale", body={"role": role, "replicas": replicas})
+    else:  # both or neither
+        pools = {role: {"replicas": replicas} for role, replicas in wanted.items()}
+        client.call("PATCH", "deployments", arguments.name, body={"pools": pools})
+    print(f"{arguments.name}: scaled to {' and '.join(f'{n} {role}' for role, n in wanted.items())}")
     return 0
 
 

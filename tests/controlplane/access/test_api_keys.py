@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from datetime import UTC, datetime, timedelta
 
@@ -39,6 +40,15 @@ def test_creating_and_revoking_leave_audit_rows() -> None:
     assert (create.action, create.target, create.actor, create.address) == ("key.create", key.id, "ada", "10.0.0.7")
     assert create.detail == {"name": "ci", "scope": "inference", "models": ["a", "b"], "expires_at": None}
     assert (revoke.action, revoke.target) == ("key.revoke", key.id)
+
+
+@pytest.mark.parametrize("maker", list(Role))
+@pytest.mark.parametrize("role", list(Role))
+def test_no_key_may_more_than_its_maker(maker: Role, role: Role) -> None:
+    with contextlib.suppress(Forbidden):
+        services.create_key(actor=Actor("m", maker), name="k", scope="manage", role=role)
+    assert all(key.role <= maker for key in ApiKey.objects.all())
+    assert ApiKey.objects.count() == (maker is Role.ADMIN)
 
 
 @pytest.mark.parametrize("role", [Role.VIEWER, Role.OPERATOR])

@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from django.db import OperationalError
+from django.db import DataError, OperationalError
 from django.test import Client
 
 from controlplane.access import services as access
@@ -168,6 +168,12 @@ def test_what_is_away_is_503_and_worth_another_try(admin: Client, world: Deploym
         error = refusal(call(admin, "POST", "deployments/demo/scale", {"role": "decode", "replicas": 2}), 503)
     assert error["retryable"]
     assert "locked" not in error["message"]
+
+
+def test_what_the_database_cannot_hold_is_400(admin: Client, world: Deployment) -> None:
+    with patch.object(services, "patch", side_effect=DataError("NUL")):
+        error = refusal(call(admin, "PATCH", "deployments/demo", {"model": "/a"}), 400)
+    assert error["code"] == "invalid_input"
 
 
 def test_a_defect_is_logged_and_its_text_kept_inside(

@@ -105,9 +105,10 @@ def test_get_shows_tables_and_json(apply: Any, tandem: Tandem, web: Any) -> None
 def test_scale_one_pool_or_both(apply: Any, tandem: Tandem) -> None:
     apply(document("wide"))
     done = tandem("scale", "wide", "--prefill", "2", "--decode", "0")
-    assert done == (0, "wide: prefill scaled to 2\nwide: decode scaled to 0\n", "")
+    assert done == (0, "wide: scaled to 2 prefill and 0 decode\n", "")
     wanted = json.loads(tandem("get", "deployments", "wide", "-o", "json").out)["condition"]["wanted"]
     assert wanted == {"prefill": 2, "decode": 0}
+    assert tandem("scale", "wide", "--decode", "3").out == "wide: scaled to 3 decode\n"
     refused = tandem("scale", "wide", "--aggregated", "1")
     assert refused.code == 1
     assert "no aggregated pool" in refused.err
