@@ -48,7 +48,7 @@ def main() -> int:
         for chatty in ("httpx", "httpcore", "kombu", "celery"):
             logging.getLogger(chatty).setLevel(logging.WARNING)
         name = wire.checked_node_name(config.node_name or wire.node_name_of_host(socket.gethostname()))
-        folder = private_folder(config.home_path() / "agents" / name)
+        folder = private_folder(private_folder(config.home_path()) / "agents" / name)
         with lock(folder, name):
             stopping = catch_signals()
             identity = identify(folder, name=name, control_plane=url, token=config.join_token, sleep=until(stopping))

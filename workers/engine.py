@@ -25,7 +25,7 @@ from workers.pairs import PairProver
 from workers.ports import is_free, numbers
 from workers.probe import EngineClient, Identity, Unanswered
 from workers.process import EngineProcess, boot_id, sweep
-from workers.record import LOG, EngineRecord, Records
+from workers.record import LOG, EngineRecord, Records, open_appending
 
 log = logging.getLogger(__name__)
 
@@ -302,8 +302,8 @@ class EngineRun:
     def _note(self, text: str) -> None:
         """A line of the agent's in the engine's log, so that the log also tells what came before and after the process."""
         log.info("%s #%d: %s", self.assignment.engine, self.assignment.attempt, text)
-        with (self.folder / LOG).open("a") as file:
-            file.write(f"[tandem] {text}\n")
+        with open_appending(self.folder / LOG) as file:
+            file.write(f"[tandem] {text}\n".encode())
 
     def _lost_a_port(self) -> bool:
         return "address already in use" in self._last_words(4096).lower() or not all(

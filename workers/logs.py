@@ -146,7 +146,9 @@ class LogShipper:
         if size < ROTATE_BYTES:
             return
         path = source.folder / LOG
-        shutil.copyfile(path, path.with_name(LOG + ".1"))
+        older = path.with_name(LOG + ".1")
+        older.touch(0o600)
+        shutil.copyfile(path, older)
         with path.open("r+b") as file:
             file.truncate(0)
         write_offset(source.folder, 0)

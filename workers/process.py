@@ -17,7 +17,7 @@ from typing import NamedTuple
 import psutil
 
 from controlplane.fleet.config import VARIABLES
-from workers.record import LOG, private_folder
+from workers.record import LOG, open_appending, private_folder
 
 
 def boot_id() -> str:
@@ -84,7 +84,7 @@ class EngineProcess:
         Raises `OSError` when the program cannot be executed.
         """
         folder = private_folder(folder).resolve()
-        with open(os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
+        with open_appending(folder / LOG) as log:
             child = subprocess.Popen(
                 argv,
                 env={**base_environment(os.environ), **env},

@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import IO
 
 import msgspec
 from msgspec import Struct
@@ -54,6 +55,11 @@ def write_private(path: Path, data: bytes) -> None:
     with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(data)
     fresh.replace(path)
+
+
+def open_appending(path: Path) -> IO[bytes]:
+    """For a log: made readable by the owner alone, and always written at its end."""
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
 
 
 def private_folder(path: Path) -> Path:

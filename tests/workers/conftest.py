@@ -29,7 +29,6 @@ from workers.agent import Agent
 from workers.command import Command
 from workers.engine import Pace
 from workers.launch import Launcher, Progress
-from workers.ports import numbers
 from workers.record import Records
 from workers.runtimes import EngineRuntime
 
@@ -127,14 +126,18 @@ class Node:
         self.build = build_sim
         self.pace = Pace(starting=0.05, running=0.1, grace=5)
         self.chance = random.Random()
+        self.span = (21000, 24999)
         self.generation = 0
-        self.agent = self.new_agent()
+        self.agent: Agent = None  # type: ignore[assignment]
+        self.new_agent()
 
     def new_agent(self) -> Agent:
-        """As if the agent process had been started anew: nothing but the folder is left of the former one."""
+        """As if the agent process had been killed and started anew: its threads write nothing down any more."""
+        if self.agent is not None:
+            self.agent._records.save = lambda record: None  # type: ignore[method-assign]
         launcher = Launcher(
             address=ADDRESS,
-            span=(21000, 24999),
+            span=self.span,
             ensure_runtime=lambda kind, *, progress: self.ensure_runtime(kind, progress=progress),
             ensure_model=lambda model, *, runtime, progress: self.ensure_model(
                 model, runtime=runtime, progress=progress
@@ -188,7 +191,3 @@ def node(tmp_path: Path) -> Iterator[Node]:
     one.mailbox.away = True
     one.agent.stop_all()
     assert all(run.ended for run in one.agent.runs())
-
-
-def listening_ports(observation: Observation) -> tuple[int, ...]:
-    return numbers(observation.ports)

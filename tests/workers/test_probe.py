@@ -1,0 +1,198 @@
+"""What counts as an answer, and what as a proof that KV moved: engines that lie, on a transport in memory."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from controlplane.fleet.model import PairProof, Peer
+from workers.probe import EngineClient, Unanswered, fresh_prompt, prove_pair
+
+PEER = Peer("p", 3, "http://p", "secret-p")
+PARAMS = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_host": "127.0.0.1"}
+
+
+class FakeEngine:
+    """Answers completions; `moves` decides what a request with transfer params does to the counters."""
+
+    def __init__(
+        self, *, params: dict[str, Any] | None = None, moves: Callable[[FakeEngine, int], None] | None = None
+    ) -> None:
+        self.params = params
+        self.moves = moves
+        self.bytes = self.taken = self.local = 0
+        self.tokens = 1
+        self.status = 200
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str] = []
+
+    def client(self, secret: str = "s") -> EngineClient:
+        return EngineClient("http://engine", secret, transport=httpx.MockTransport(self.answer))
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        self.keys.append(request.headers.get("authorization", ""))
+        if request.url.path == "/metrics":
+            return httpx.Response(200, text=self.metrics())
+        body = json.loads(request.content)
+        self.bodies.append(body)
+        if self.status != 200:
+            return httpx.Response(self.status, json={"error": {"message": "KV load failed"}})
+        if self.moves and body.get("kv_transfer_params"):
+            self.moves(self, len(body["prompt"]))
+        usage = {"completion_tokens": self.tokens}
+        return httpx.Response(200, json={"choices": [{"text": ""}], "usage": usage, "kv_transfer_params": self.params})
+
+    def metrics(self) -> str:
+        source = "vllm:prompt_tokens_by_source_total{source="
+        return (
+            f"vllm:nixl_bytes_transferred_sum {self.bytes}\n"
+            f'{source}"local_compute"}} {self.local}\n{source}"external_kv_transfer"}} {self.taken}\n'
+        )
+
+
+def honest(engine: FakeEngine, tokens: int) -> None:
+    engine.bytes += tokens * 1000
+    engine.taken += tokens
+
+
+def computes_itself(engine: FakeEngine, tokens: int) -> None:
+    engine.local += tokens
+
+
+def computes_itself_beside_others(engine: FakeEngine, tokens: int) -> None:
+    engine.local += tokens
+    engine.bytes += 5000
+    engine.taken += 5
+
+
+def tells_bytes_only(engine: FakeEngine, tokens: int) -> None:
+    engine.bytes += tokens * 1000
+
+
+def prove(decode: FakeEngine, prefill: FakeEngine) -> PairProof:
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    return prove_pair(
+        decode.client(),
+        prefill.client("secret-p"),
+        PEER,
+        model="m",
+        block_size=128,
+        max_model_len=2048,
+        chance=random.Random(1),
+        clock=lambda: now,
+        sleep=sleep,
+    )
+
+
+@pytest.mark.parametrize(
+    ("moves", "ok", "detail"),
+    [
+        (honest, True, "146 prompt tokens came from p."),
+        (tells_bytes_only, True, "146 prompt tokens"),
+        (computes_itself, False, "decode computed the prompt itself"),
+        (computes_itself_beside_others, False, "Only 5 of 146"),
+    ],
+)
+def test_only_kv_that_moved_is_a_proof(moves: Callable[[FakeEngine, int], None], ok: bool, detail: str) -> None:
+    proof = prove(FakeEngine(moves=moves), FakeEngine(params=PARAMS))
+    assert (proof.prefill, proof.prefill_attempt, proof.ok) == ("p", 3, ok)
+    assert detail in proof.detail
+    assert (proof.bytes_moved > 0) == (moves is not computes_itself)
+
+
+def test_the_exchange_is_the_one_that_engines_know() -> None:
+    decode, prefill = FakeEngine(moves=honest), FakeEngine(params=PARAMS)
+    prove(decode, prefill)
+    (asked,), (handed,) = prefill.bodies, decode.bodies
+    assert asked["max_tokens"] == 1
+    assert asked["kv_transfer_params"] == {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    }
+    assert handed["kv_transfer_params"] == PARAMS
+    assert handed["prompt"] == asked["prompt"]
+    assert set(prefill.keys) == {"Bearer secret-p"}
+    assert set(decode.keys) == {"Bearer s"}
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": False}])
+def test_a_prefill_answer_without_params_is_no_hand_over(params: dict[str, Any] | None) -> None:
+    decode = FakeEngine(moves=honest)
+    proof = prove(decode, FakeEngine(params=params))
+    assert not proof.ok
+    assert decode.bodies == [], "decode is not asked: it would answer 200 by computing the prompt itself"
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_refusal_names_its_side(side: str) -> None:
+    engines = {"decode": FakeEngine(moves=honest), "prefill": FakeEngine(params=PARAMS)}
+    engines[side].status = 500
+    proof = prove(engines["decode"], engines["prefill"])
+    assert not proof.ok
+    assert proof.detail.lower().startswith(side)
+    assert "500" in proof.detail
+
+
+def test_200_without_a_token_is_no_answer() -> None:
+    engine = FakeEngine()
+    engine.tokens = 0
+    with engine.client() as client, pytest.raises(Unanswered, match="without a single token"):
+        client.complete("m", "Hello", max_tokens=2)
+
+
+@pytest.mark.parametrize("body", ["", "[]", "not json", "null"])
+def test_a_strange_answer_is_no_answer(body: str) -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, text=body))
+    with EngineClient("http://e", "s", transport=transport) as client, pytest.raises(Unanswered):
+        client.complete("m", "Hello", max_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("sources", "on"),
+    [
+        ({}, False),
+        ({"0": {"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:1"}}, True),
+        ({"0": {"enable_kv_cache_events": False, "endpoint": "tcp://127.0.0.1:1"}}, False),
+        ({"0": {"enable_kv_cache_events": True, "endpoint": None}}, False),
+    ],
+)
+def test_kv_events_are_on_when_the_engine_says_where(sources: dict[str, Any], on: bool) -> None:
+    answers: dict[str, Any] = {
+        "/v1/models": {"data": [{"id": "m", "max_model_len": 2048}]},
+        "/version": {"version": "0.32.0"},
+        "/kv_event_sources": sources,
+        "/metrics": {},
+    }
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=answers[request.url.path]))
+    with EngineClient("http://e", "s", transport=transport) as client:
+        identity = client.identity()
+    assert identity.kv_events is on
+    assert (identity.version, identity.max_model_len) == ("0.32.0", 2048)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "max_model_len", "length"), [(128, 2048, 146), (16, None, 20), (128, 64, 60), (128, 4, 1)]
+)
+def test_the_prompt_is_longer_than_a_block_where_the_model_allows_it(
+    block_size: int, max_model_len: int | None, length: int
+) -> None:
+    assert len(fresh_prompt(block_size, max_model_len, random.Random(1))) == length
+
+
+def test_no_two_prompts_are_alike() -> None:
+    chance = random.Random(1)
+    assert fresh_prompt(128, None, chance) != fresh_prompt(128, None, chance)
