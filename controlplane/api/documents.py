@@ -14,7 +14,9 @@ from rest_framework.exceptions import APIException, ParseError
 from rest_framework.parsers import BaseParser
 from rest_framework.renderers import BaseRenderer
 
-MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 16
+"""Of a body. A document is a few hundred bytes; PyYAML takes seconds for a megabyte."""
+MAX_DEPTH = 20
 
 
 class TooLarge(APIException):
@@ -55,11 +57,18 @@ class JSONParser(BaseParser):
 
 
 class _Loader(yaml.SafeLoader):
+    _depth = 0
+
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             at = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise yaml.constructor.ConstructorError(None, None, "aliases are not taken", at)
-        return super().compose_node(parent, index)
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise yaml.constructor.ConstructorError(None, None, f"more than {MAX_DEPTH} levels", None)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()

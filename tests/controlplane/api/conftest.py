@@ -1,8 +1,6 @@
-"""A control plane without Redis: services publish into memory."""
+"""A small world to act on. What services publish stays in memory."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 from django.test import Client
@@ -15,13 +13,6 @@ from controlplane.deployments.models import Attempt, Deployment, Engine
 from controlplane.fleet import wire
 from controlplane.nodes.models import Node
 from tests.controlplane.api.rest_world import DOCUMENT, ENGINE, ENGINE_SECRET, key_client
-
-
-@pytest.fixture(autouse=True)
-def publisher() -> Iterator[publish.InMemoryPublisher]:
-    memory = publish.InMemoryPublisher()
-    with publish.using(memory):
-        yield memory
 
 
 @pytest.fixture
