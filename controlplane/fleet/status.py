@@ -64,7 +64,7 @@ def derive(wanted: Mapping[Role, int], engines: Iterable[EngineView], *, deletin
     failed = [e for e in missing if e.state in (State.FAILED, State.LOST, State.UNHEALTHY)]
     pending = [e for e in missing if e.state is State.PENDING]
     worst = failed or pending or missing
-    why = f"{worst[0].name}: {worst[0].reason}" if worst and worst[0].reason else "engines are being created."
+    why = f"{worst[0].name}: {worst[0].reason}" if worst and worst[0].reason else "Engines are being created."
     if serves:
         return condition(Status.DEGRADED, f"Serving with {_pools(counts)} of {_pools(wanted)}. {why}")
     if failed:
