@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 from channels.auth import AuthMiddlewareStack
 from channels.routing import ProtocolTypeRouter, URLRouter
@@ -10,6 +11,8 @@ from channels.security.websocket import AllowedHostsOriginValidator
 from django.core.asgi import get_asgi_application
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
+# WhiteNoise reads its small files in one go; under ASGI Django warns of that at each start.
+warnings.filterwarnings("ignore", message="StreamingHttpResponse must consume synchronous iterators")
 _http = get_asgi_application()
 
 from controlplane.live import websocket_urls  # noqa: E402  (needs the app registry)

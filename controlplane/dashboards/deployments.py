@@ -21,7 +21,6 @@ from controlplane.deployments.models import Revision
 from controlplane.deployments.queries import DeploymentRow
 from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.model import Role
-from controlplane.fleet.wire import OnPrefillFailure, RoutingMode
 from controlplane.nodes import queries as nodes
 
 EVENTS_A_PAGE = 50
@@ -161,12 +160,19 @@ class RevisionRow(NamedTuple):
     """(class, line) against the revision before."""
 
 
+def _engine_yaml(revision: Revision) -> list[str]:
+    """What decides an engine: a revision's replicas and routing are placeholders, so they are not shown."""
+    spec = {key: value for key, value in revision.spec.items() if key != "routing"}
+    spec["pools"] = {role: {k: v for k, v in pool.items() if k != "replicas"} for role, pool in spec["pools"].items()}
+    return form.yaml_of(spec).splitlines()
+
+
 def revision_rows(revisions: Sequence[Revision], row: DeploymentRow) -> list[RevisionRow]:
     """Newest first, each with what it changed. `revisions` newest first."""
     found = []
     for i, revision in enumerate(revisions):
-        new = form.yaml_of(revision.spec).splitlines()
-        old = form.yaml_of(revisions[i + 1].spec).splitlines() if i + 1 < len(revisions) else []
+        new = _engine_yaml(revision)
+        old = _engine_yaml(revisions[i + 1]) if i + 1 < len(revisions) else []
         diff = tuple(
             ("added" if line[0] == "+" else "removed" if line[0] == "-" else "same", line)
             for line in difflib.unified_diff(old, new, n=2, lineterm="")
@@ -203,9 +209,7 @@ def events(request: HttpRequest, name: str) -> HttpResponse:
 def settings(request: HttpRequest, name: str) -> HttpResponse:
     """Routing policy, the document as YAML, and the end of it."""
     row = queries.deployment_row(name)
-    text = form.yaml_of(row.deployment.intent)
-    context = {"yaml": text, "modes": list(RoutingMode), "failures": list(OnPrefillFailure)}
-    return tab_page(request, row, "settings", "deployments/head_live.html", **context)
+    return tab_page(request, row, "settings", "deployments/head_live.html", yaml=form.yaml_of(row.deployment.intent))
 
 
 @signed_in

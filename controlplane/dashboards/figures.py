@@ -13,6 +13,7 @@ from math import sqrt
 from typing import NamedTuple
 
 THINNEST, WIDEST = 1.5, 14.0
+WIDEST_LINE = 7.0
 MOST_LINES = 64
 """Beyond this a drawing is a tangle: the widest are kept, and failed ones before all."""
 
@@ -48,12 +49,16 @@ class Drawing(NamedTuple):
     """Pairs not drawn."""
 
 
-def widths(numbers: Sequence[int | None]) -> tuple[float, ...]:
+def widths(numbers: Sequence[int | None], widest: float = WIDEST) -> tuple[float, ...]:
     """A width per number of bytes, by its square root between the thinnest and the widest; nothing or unknown is thinnest."""
     largest = max((n or 0 for n in numbers), default=0)
     if largest == 0:
         return tuple(THINNEST for _ in numbers)
-    return tuple(round(THINNEST + (WIDEST - THINNEST) * sqrt((n or 0) / largest), 2) for n in numbers)
+    return tuple(round(THINNEST + (widest - THINNEST) * sqrt((n or 0) / largest), 2) for n in numbers)
+
+
+def _line_width(whole: float, lines: int) -> float:
+    return round(min(max(whole / lines, THINNEST), WIDEST_LINE), 2)
 
 
 def curve(y1: float, y2: float) -> str:
@@ -82,7 +87,7 @@ def link(
         for j, decode in enumerate(decodes):
             worked = proofs.get((prefill, decode))
             proof = Proof.UNTRIED if worked is None else Proof.WORKED if worked else Proof.FAILED
-            width = max(round(whole[decode] / working[decode], 2), THINNEST) if proof is Proof.WORKED else THINNEST
+            width = _line_width(whole[decode], working[decode]) if proof is Proof.WORKED else THINNEST
             path = curve(slot(i, len(prefills)), slot(j, len(decodes)))
             lines.append(Line(prefill, decode, proof, bytes_by_decode.get(decode), width, path))
     if len(lines) <= most:
@@ -99,13 +104,12 @@ def verdict(proofs: Sequence[Proof]) -> tuple[str, str]:
     worked = sum(p is Proof.WORKED for p in proofs)
     failed = sum(p is Proof.FAILED for p in proofs)
     total = len(proofs)
-    pairs = "the pair" if total == 1 else f"all {total} pairs"
     if failed == total:
-        return f"Transfer failed on {pairs}", "bad"
+        return "The pair failed" if total == 1 else f"All {total} pairs failed", "bad"
     if failed:
-        return f"Transfer failed on {failed} of {total} pairs", "warn"
+        return f"{failed} of {total} pairs failed", "warn"
     if worked == total:
-        return f"Transfer proved on {pairs}", "link"
+        return "The pair is proved" if total == 1 else f"All {total} pairs are proved", "link"
     if worked:
-        return f"Proved on {worked} of {total} pairs so far", "wait"
-    return "Transfer not proved yet", "wait"
+        return f"{worked} of {total} pairs proved so far", "wait"
+    return "No pair proved yet", "wait"

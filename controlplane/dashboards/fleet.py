@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from django.http import HttpRequest, HttpResponse
 
-from controlplane.dashboards import lanes, looks, words
+from controlplane.dashboards import figures, lanes, looks, words
 from controlplane.dashboards.looks import Look
 from controlplane.dashboards.page import page, signed_in
 from controlplane.dashboards.words import Quantity
@@ -41,6 +41,8 @@ class Mini(NamedTuple):
     look: Look
     lanes: tuple[MiniLane, ...]
     link: lanes.Link | None
+    width: float
+    """Of the link's line, by the KV bytes moved, against the other cards'."""
     in_flight: Quantity
 
     @property
@@ -55,8 +57,14 @@ class Tile(NamedTuple):
     source: str
 
 
-def mini(row: DeploymentRow) -> Mini:
-    """The small picture of one deployment."""
+def minis(rows: Sequence[DeploymentRow]) -> list[Mini]:
+    """The small pictures, drawn to one scale."""
+    pictures = [_mini(row) for row in rows]
+    scale = figures.widths([p.link.bytes_moved if p.link else None for p in pictures], widest=9.0)
+    return [p._replace(width=width) for p, width in zip(pictures, scale, strict=True)]
+
+
+def _mini(row: DeploymentRow) -> Mini:
     found = []
     for role in Role:
         engines = [e for e in row.engines if e.engine.role == role and e.state is not State.STOPPED]
@@ -69,43 +77,68 @@ def mini(row: DeploymentRow) -> Mini:
     decodes = [e for e in row.engines if e.engine.role == Role.DECODE]
     wire = lanes.link(prefills, decodes) if row.spec.disaggregated else None
     flight = words.count(lanes.total([e.in_flight for e in row.engines]))
-    return Mini(row, looks.DEPLOYMENT[row.condition.status], tuple(found), wire, flight)
+    return Mini(row, looks.DEPLOYMENT[row.condition.status], tuple(found), wire, figures.THINNEST, flight)
 
 
-def summary(rows: Sequence[DeploymentRow], node_rows: Sequence[NodeRow]) -> tuple[Look, str]:
-    """One sentence for the whole fleet, with the look of the worst thing in it."""
+_SAID = (
+    (Status.FAILED, "does not serve: an engine failed.", "do not serve: engines failed."),
+    (Status.DEGRADED, "serves with fewer engines than wanted.", "serve with fewer engines than wanted."),
+    (Status.WAITING, "waits for a node with room.", "wait for a node with room."),
+    (Status.STARTING, "is starting.", "are starting."),
+    (Status.DELETING, "is being deleted.", "are being deleted."),
+    (Status.STOPPED, "is stopped.", "are stopped."),
+)
+"""What is said of one and of several deployments, worst first. Those that are well are only counted."""
+
+
+class Clause(NamedTuple):
+    """A part of the fleet's sentence: names with links, and what is said of them."""
+
+    route: str
+    names: tuple[str, ...]
+    more: int
+    said: str
+
+
+def _clause(route: str, names: Sequence[str], one: str, several: str) -> Clause:
+    return Clause(route, tuple(names[:3]), max(len(names) - 3, 0), one if len(names) == 1 else several)
+
+
+def summary(rows: Sequence[DeploymentRow], node_rows: Sequence[NodeRow]) -> tuple[Look, tuple[Clause, ...]]:
+    """The whole fleet in a sentence of clauses, worst first, with the look of the worst thing in it."""
     if not node_rows:
-        return Look("No nodes", "dashed", "wait"), "No node has joined yet, so nothing can be deployed."
+        return Look("No nodes", "dashed", "wait"), (
+            Clause("", (), 0, "No node has joined yet, so nothing can be deployed."),
+        )
     counts = Counter(row.condition.status for row in rows)
-    gone = [n.node.name for n in node_rows if n.status in (Presence.SILENT, Presence.LOST)]
-    parts = []
-    if counts[Status.READY]:
-        serving = words.plural(counts[Status.READY], "deployment")
-        parts.append(f"{serving} {'serves' if counts[Status.READY] == 1 else 'serve'} with all engines wanted.")
-    for status, said in (
-        (Status.FAILED, "not serving: an engine failed"),
-        (Status.DEGRADED, "serving with fewer engines than wanted"),
-        (Status.WAITING, "waiting for a node with room"),
-        (Status.STARTING, "starting"),
-        (Status.STOPPED, "stopped"),
-    ):
+    clauses = []
+    for status, one, several in _SAID:
         names = [row.deployment.name for row in rows if row.condition.status is status]
         if names:
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            parts.append(f"{shown}: {said}.")
+            clauses.append(_clause("deployment", names, one, several))
+    gone = [n.node.name for n in node_rows if n.status in (Presence.SILENT, Presence.LOST)]
     if gone:
-        shown = ", ".join(gone[:3]) + (f" and {len(gone) - 3} more" if len(gone) > 3 else "")
-        parts.append(f"No report from {shown}.")
+        clauses.append(_clause("node", gone, "has stopped reporting.", "have stopped reporting."))
+    if counts[Status.READY]:
+        well, rest = counts[Status.READY], len(rows) - counts[Status.READY]
+        who = (
+            words.plural(well, "deployment") if rest else "The deployment" if well == 1 else f"All {well:,} deployments"
+        )
+        clauses.append(Clause("", (), 0, f"{who} {'serves' if well == 1 else 'serve'} with all engines wanted."))
     if not rows:
-        parts.append("Nothing is deployed.")
-    worst = next((s for s in looks.SEVERITY if counts[s]), None)
+        clauses.append(Clause("", (), 0, "Nothing is deployed."))
+    return _worst(counts, bool(gone)), tuple(clauses)
+
+
+def _worst(counts: Counter[Status], gone: bool) -> Look:
+    worst = next((status for status in looks.SEVERITY if counts[status]), None)
     if worst is Status.FAILED:
-        return Look("Failing", "cross", "bad"), " ".join(parts)
+        return Look("Failing", "cross", "bad")
     if worst is Status.DEGRADED or gone:
-        return Look("Degraded", "half", "warn"), " ".join(parts)
+        return Look("Degraded", "half", "warn")
     if worst in (Status.WAITING, Status.STARTING):
-        return looks.DEPLOYMENT[worst], " ".join(parts)
-    return Look("All well", "disc", "ok") if rows else Look("Idle", "dashed", "wait"), " ".join(parts)
+        return looks.DEPLOYMENT[worst]
+    return Look("All well", "disc", "ok") if worst else Look("Idle", "dashed", "wait")
 
 
 def tiles(rows: Sequence[DeploymentRow], node_rows: Sequence[NodeRow]) -> tuple[Tile, ...]:
@@ -139,15 +172,15 @@ def fleet(request: HttpRequest) -> HttpResponse:
     """The home page."""
     rows = queries.deployment_rows()
     node_rows = nodes.node_rows()
-    look, said = summary(rows, node_rows)
+    look, clauses = summary(rows, node_rows)
     order = {status: i for i, status in enumerate(looks.SEVERITY)}
     rows = sorted(rows, key=lambda row: (order[row.condition.status], row.deployment.name))
     context = {
         "title": "Fleet",
         "look": look,
-        "sentence": said,
+        "clauses": clauses,
         "tiles": tiles(rows, node_rows),
-        "minis": [mini(row) for row in rows[:MOST_CARDS]],
+        "minis": minis(rows[:MOST_CARDS]),
         "more": max(len(rows) - MOST_CARDS, 0),
         "node_rows": node_rows,
         "events": [(e, looks.of_event(e.kind, e.new_state)) for e in queries.events(limit=12)],

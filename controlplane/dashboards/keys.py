@@ -27,6 +27,11 @@ class Line(NamedTuple):
     role: str
 
 
+def _lines() -> list[Line]:
+    now = timezone.now()
+    return [_line(key, now) for key in services.list_keys()]
+
+
 def _line(key: ApiKey, now: datetime) -> Line:
     if key.revoked_at:
         look = Look("Revoked", "square", "off")
@@ -71,7 +76,8 @@ def create(request: HttpRequest) -> HttpResponse:
         expires_at=datetime.combine(day, time.max, UTC) if day else None,
     )
     template = "keys/created.html" if is_htmx(request) else "keys/created_page.html"
-    answer = page(request, template, {"title": "New key", "key": key, "text": text})
+    lines = _lines() if is_htmx(request) else []
+    answer = page(request, template, {"title": "New key", "key": key, "text": text, "lines": lines})
     answer.headers["Cache-Control"] = "no-store"
     return answer
 

@@ -17,6 +17,7 @@ from controlplane.deployments.queries import DeploymentRow, EngineRow
 from controlplane.fleet.lifecycle import LIMITS, State
 from controlplane.fleet.model import EngineLoad, GpuFacts, Role
 from controlplane.fleet.spec import MAX_REPLICAS
+from controlplane.fleet.status import Status
 from controlplane.nodes.queries import NodeRow
 
 ENGINE_COUNTERS = "engine counters, since the engine started"
@@ -51,7 +52,8 @@ class Card:
     progress: float | None
     trouble: str
     attempt: int
-    exit_code: int | None
+    ending: str
+    """`exit code 1`, `signal 9`, or empty."""
     command: str
 
 
@@ -77,12 +79,23 @@ class Pair:
 class Link:
     drawing: Drawing
     pairs: tuple[Pair, ...]
-    moved: Quantity
+    bytes_moved: int | None
     transfers: int | None
     rate: Quantity
     failures: int | None
     verdict: str
     tone: str
+
+    @property
+    def moved(self) -> Quantity:
+        return words.moved(self.bytes_moved)
+
+    @property
+    def css(self) -> str:
+        """Class of the link drawn as one line: failed when no pair works, none when none was proved."""
+        if self.tone == "bad":
+            return "failed"
+        return "works" if any(p.proof is Proof.WORKED for p in self.pairs) else "none"
 
 
 @dataclass(frozen=True)
@@ -141,6 +154,13 @@ def sentence(row: EngineRow) -> str:
     return f"Awaits {limit.awaits}, {words.age(limit.seconds)} at most." if limit else ""
 
 
+def ending(exit_code: int | None) -> str:
+    """How a process ended, in words; a negative code is the signal that ended it."""
+    if exit_code is None:
+        return ""
+    return f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+
+
 def card(row: EngineRow, node: NodeRow | None) -> Card:
     """One engine's card."""
     seen = row.observation
@@ -161,7 +181,7 @@ def card(row: EngineRow, node: NodeRow | None) -> Card:
         progress=seen.progress if seen and row.state in (State.INSTALLING, State.FETCHING, State.STARTING) else None,
         trouble=text if failed else "",
         attempt=row.engine.attempt,
-        exit_code=seen.exit_code if seen else None,
+        ending=ending(seen.exit_code) if seen else "",
         command=" ".join(_shell_word(word) for word in seen.command) if seen else "",
     )
 
@@ -259,7 +279,7 @@ def link(prefills: Sequence[EngineRow], decodes: Sequence[EngineRow]) -> Link:
     return Link(
         drawing=drawing,
         pairs=found,
-        moved=words.moved(moved),
+        bytes_moved=moved,
         transfers=sum(x.nixl_transfers for x in known) if known else None,
         rate=words.rate(moved, seconds),
         failures=sum(x.nixl_failures for x in known) if known else None,
@@ -293,5 +313,11 @@ def picture(row: DeploymentRow, nodes: Mapping[str, NodeRow]) -> Picture:
 
 
 def since(row: DeploymentRow) -> datetime:
-    """Since when the deployment is what it is: the newest change of an engine's state, else its own last change."""
-    return max((e.since for e in row.engines), default=row.deployment.updated_at)
+    """Since when the deployment is what it is: the newest change of an engine's state or, unless all is well, of the intent.
+
+    Routing may change while all is well, and that makes nothing younger.
+    """
+    changes = [e.since for e in row.engines]
+    if row.condition.status is not Status.READY or not changes:
+        changes.append(row.deployment.updated_at)
+    return max(changes)

@@ -397,7 +397,7 @@ def booting(a: Node, b: Node, c: Node) -> Deployment:
     )
     engine(of, Role.DECODE, 1, State.PLACED, on=c, gpus=[3], since=2)
     engine(of, Role.DECODE, 2, State.PENDING, since=200, reason="Waits for a node with 1 free GPU; none is free.")
-    engine(of, Role.DECODE, 3, State.STOPPING, on=a, since=6, reason="Its process ends.")
+    engine(of, Role.DECODE, 3, State.STOPPING, on=a, gpus=[3], since=6, reason="Its process ends.")
     return of
 
 

