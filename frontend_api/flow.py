@@ -124,10 +124,10 @@ def serve(deployment: Deployment, alone: Reason | None, trace: Trace, clock: Cal
             trace.reason = choice.reason.value
             return unavailable or no_engine(deployment)
         if choice.fallback:
-            trace.fallback, trace.cause = True, trace.cause or choice.reason.value
             if deployment.routing.on_prefill_failure is OnPrefillFailure.FAIL:
                 trace.reason = choice.reason.value
                 return unavailable or no_prefill(deployment, choice.reason)
+            trace.fallback, trace.cause = True, trace.cause or choice.reason.value
         trace.note(choice)
         if choice.prefill is None:
             legs += 1
@@ -160,10 +160,11 @@ def serve(deployment: Deployment, alone: Reason | None, trace: Trace, clock: Cal
                 continue
             prefill.answered()
             if outcome.params is None:
-                trace.fallback, trace.cause = True, "no-params"
-                if deployment.routing.on_prefill_failure is OnPrefillFailure.FAIL:
-                    return Problem(502, "prefill_failed", "The prefill engine answered without KV parameters.")
                 alone = Reason.PREFILL_FAILED
+                if deployment.routing.on_prefill_failure is OnPrefillFailure.FAIL:
+                    trace.reason = alone.value
+                    return Problem(502, "prefill_failed", "The prefill engine answered without KV parameters.")
+                trace.fallback, trace.cause = True, "no-params"
                 continue
             while decode is not None and legs < MAX_LEGS and clock() - outcome.at < LEASE_SECONDS - LEASE_MARGIN:
                 legs += 1

@@ -95,8 +95,8 @@ class ScriptedEngine:
         self.answer = answer
         self.heard: list[Heard] = []
         self.open: set[asyncio.StreamWriter] = set()
-        self.gone = asyncio.Event()
-        """Some connection was closed by the router."""
+        self.aborted = 0
+        """Requests whose connection the router closed before they were answered."""
         self.port = 0
         self._server: asyncio.Server | None = None
 
@@ -126,20 +126,22 @@ class ScriptedEngine:
                 heard = Heard(head[0].split()[1], headers, raw)
                 self.heard.append(heard)
                 answering = asyncio.ensure_future(self.answer(heard, writer))
-                waiting = asyncio.ensure_future(reader.read(1)) if self.answer is not answer_well else None
-                if waiting is not None:
-                    await asyncio.wait({answering, waiting}, return_when=asyncio.FIRST_COMPLETED)
-                    if waiting.done() and not answering.done():
-                        answering.cancel()
-                        return
-                    waiting.cancel()
+                leaving = asyncio.ensure_future(_until_eof(reader))
+                await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+                leaving.cancel()
+                if not answering.done():
+                    self.aborted += 1
+                    answering.cancel()
+                    return
                 await answering
                 await writer.drain()
-                if waiting is not None:
-                    await asyncio.sleep(0)
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass
         finally:
             self.open.discard(writer)
-            self.gone.set()
             writer.transport.abort()
+
+
+async def _until_eof(reader: asyncio.StreamReader) -> None:
+    while not reader.at_eof():  # noqa: ASYNC110 - StreamReader has no event for it
+        await asyncio.sleep(0.005)

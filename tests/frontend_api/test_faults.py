@@ -1,0 +1,490 @@
+"""Engines that fail in every way, and what the client and the record are told. Cases: field reports B1, B3, B19, C1, C2, C5, R2, R7, S3, S4, S12."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+
+from controlplane.fleet.model import Role
+from controlplane.fleet.wire import OnPrefillFailure, Result, RoutingPolicy
+from frontend_api import flow
+from frontend_api.listeners import probe_once
+from frontend_api.upstream import Failure
+from frontend_api.view import Health
+from tests.frontend_api.client import PROMPT, Client, ask, events
+from tests.frontend_api.conftest import MakeSite, Site, until
+from tests.frontend_api.scripted import (
+    DONE,
+    LAST,
+    PARAMS,
+    ROLE,
+    STREAM_HEAD,
+    USAGE,
+    Answer,
+    Heard,
+    answer_well,
+    chat_reply,
+    chunk,
+    event,
+    framed,
+    unary,
+)
+
+CHAT = "/v1/chat/completions"
+STREAM = {**PROMPT, "stream": True}
+FAIL = RoutingPolicy(on_prefill_failure=OnPrefillFailure.FAIL)
+
+
+def says(data: bytes, *, then: str = "keep") -> Answer:
+    """An engine that writes these bytes, and then keeps, ends or resets the connection, or hangs."""
+
+    async def answer(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        writer.write(data)
+        if then == "end":
+            writer.close()
+        elif then == "reset":
+            await writer.drain()
+            sock = writer.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            writer.transport.abort()
+        elif then == "hang":
+            await asyncio.Event().wait()
+
+    return answer
+
+
+async def hang(heard: Heard, writer: asyncio.StreamWriter) -> None:
+    await asyncio.Event().wait()
+
+
+async def aggregated(make_site: MakeSite, *answers: Answer, **options: Any) -> Site:
+    site = await make_site(**options)
+    for index, answer in enumerate(answers):
+        await site.engine(f"a{index}", Role.AGGREGATED, answer)
+    site.publish()
+    return site
+
+
+# ---- connections
+
+
+async def test_a_dead_engine_is_left_out_at_once_and_let_in_again_half_open(make_site: MakeSite) -> None:
+    site = await aggregated(make_site, answer_well, answer_well)
+    dead = site.engines["a0"]
+    await dead.stop()
+    for _ in range(4):
+        assert (await ask(site.port, CHAT, PROMPT)).status == 200
+    assert [r.decode for r in site.telemetry.records] == ["a1"] * 4
+    down = next(e for e in site.view.engines() if e.id == "a0")
+    assert down.health is Health.DOWN
+    await probe_once(site.view)
+    assert down.health is Health.DOWN
+    await dead.start()
+    await probe_once(site.view)
+    assert down.health is Health.HALF_OPEN
+    await ask(site.port, CHAT, PROMPT)
+    assert down.health is Health.UP
+
+
+async def test_the_only_engine_is_tried_although_it_failed(make_site: MakeSite) -> None:
+    site = await aggregated(make_site, answer_well)
+    engine = site.engines["a0"]
+    await engine.stop()
+    reply = await ask(site.port, CHAT, PROMPT)
+    assert (reply.status, reply.error["code"]) == (503, "engine_unreachable")
+    assert reply.headers["retry-after"] == "2"
+    await engine.start()
+    assert (await ask(site.port, CHAT, PROMPT)).status == 200
+
+
+async def test_a_kept_connection_that_the_engine_closed_costs_nothing(make_site: MakeSite) -> None:
+    """The engine ends idle connections just as the router uses one again: same engine, new connection."""
+    site = await aggregated(make_site, answer_well)
+    engine = site.engines["a0"]
+    await ask(site.port, CHAT, PROMPT)
+    calls = 0
+
+    async def close_first(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            writer.close()
+        else:
+            await answer_well(heard, writer)
+
+    engine.answer = close_first
+    assert (await ask(site.port, CHAT, PROMPT)).status == 200
+    assert calls == 2
+    assert next(site.view.engines()).health is Health.UP
+
+
+async def test_no_engine_says_why(make_site: MakeSite) -> None:
+    site = await make_site()
+    site.publish()
+    reply = await ask(site.port, CHAT, PROMPT)
+    assert (reply.status, reply.error["code"]) == (503, "no_engine")
+    assert "It is said why." in reply.error["message"]
+    assert reply.headers["retry-after"] == "2"
+    assert (await ask(site.port, "/ready")).status == 503
+    assert (await ask(site.port, "/health")).status == 200
+    await site.settled()
+    assert (site.record.result, site.record.reason) == (Result.FAILED, "no-engine")
+
+
+async def test_a_request_that_breaks_engines_breaks_two_at_most(make_site: MakeSite) -> None:
+    site = await aggregated(make_site, *[says(b"", then="reset")] * 4)
+    reply = await ask(site.port, CHAT, PROMPT)
+    assert reply.status == 503
+    assert sum(len(engine.heard) for engine in site.engines.values()) == flow.MAX_STRIKES
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\ncontent-length: 4\r\n\r\nabc",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\nsecret",
+        b"HTTP/1.1 101 Switching\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",
+        b"SSH-2.0-OpenSSH\r\n",
+        b"HTTP/1.1 200 OK\r\nx: " + b"a" * 200_000,
+        b"HTTP/1.1 200 OK\r\ncontent-length: 300\r\n\r\n{",
+    ],
+    ids=range(9),
+)
+async def test_hostile_framing_of_a_reply_never_reaches_the_client(make_site: MakeSite, reply: bytes) -> None:
+    site = await aggregated(make_site, says(reply, then="end"), answer_well)
+    got = await ask(site.port, CHAT, PROMPT)
+    assert (got.status, b"secret" in got.body) == (200, False)
+    assert (await ask(site.port, CHAT, PROMPT)).json["usage"] == USAGE
+    assert len(site.engines["a0"].heard) == 1
+
+
+async def test_a_reply_that_ends_with_its_connection(make_site: MakeSite) -> None:
+    site = await aggregated(make_site, says(b"HTTP/1.0 200 OK\r\ncontent-type: application/json\r\n\r\n{}", then="end"))
+    for _ in range(2):
+        assert (await ask(site.port, "/tokenize", PROMPT)).json == {}
+
+
+# ---- the engine's own errors
+
+
+@pytest.mark.parametrize("status", [400, 404, 422])
+async def test_an_error_caused_by_the_request_is_passed_on_and_trips_nothing(make_site: MakeSite, status: int) -> None:
+    error = {"error": {"message": "too long", "type": "BadRequestError", "param": None, "code": status}}
+    site = await aggregated(make_site, says(unary(error, status)), answer_well)
+    reply = await ask(site.port, CHAT, PROMPT)
+    assert (reply.status, reply.json) == (status, error)
+    assert [e.health for e in site.view.engines()] == [Health.UP, Health.UP]
+    await site.settled()
+    assert site.record.result is Result.REFUSED
+    assert site.engines["a1"].heard == []
+
+
+async def test_foreign_error_shapes_are_put_right(make_site: MakeSite) -> None:
+    site = await aggregated(make_site, says(unary({"detail": "Not Found"}, 404)))
+    reply = await ask(site.port, "/v1/embeddings", PROMPT)
+    assert reply.error["message"] == "Not Found"
+    site.engines["a0"].answer = says(unary(b"<html>", 400))
+    assert (await ask(site.port, CHAT, PROMPT)).error["code"] == "engine_error"
+    error = {"message": "bad", "type": "x", "param": None, "code": 400}
+    site.engines["a0"].answer = says(unary({"error": error}, 400))
+    assert (await ask(site.port, "/v1/messages", PROMPT)).json == {"type": "error", "error": error}
+
+
+async def test_a_5xx_is_tried_elsewhere_once_and_trips_nothing(make_site: MakeSite) -> None:
+    error = unary({"error": {"message": "boom", "type": "x", "param": None, "code": 500}}, 500)
+    site = await aggregated(make_site, says(error), answer_well)
+    assert (await ask(site.port, CHAT, PROMPT)).status == 200
+    site.engines["a1"].answer = says(error)
+    reply = await ask(site.port, CHAT, PROMPT)
+    assert (reply.status, reply.json["error"]["message"]) == (500, "boom")
+    assert [e.health for e in site.view.engines()] == [Health.UP, Health.UP]
+
+
+async def test_an_engine_that_refuses_the_routers_key_is_our_fault(make_site: MakeSite) -> None:
+    site = await aggregated(make_site, says(unary({"error": "Unauthorized"}, 401)))
+    reply = await ask(site.port, CHAT, PROMPT)
+    assert (reply.status, reply.error["code"]) == (502, "engine_refused")
+
+
+async def test_an_answer_without_tokens_is_a_failure(make_site: MakeSite) -> None:
+    usage = {**USAGE, "completion_tokens": 0}
+    site = await aggregated(make_site, says(unary(chat_reply("", usage=usage))))
+    assert (await ask(site.port, CHAT, PROMPT)).status == 200
+    await site.settled()
+    assert site.record.result is Result.FAILED
+
+
+# ---- prefill
+
+
+@pytest.mark.parametrize(
+    ("answer", "cause"),
+    [
+        (says(unary(chat_reply())), "no-params"),
+        (says(unary(chat_reply(kv_transfer_params={}))), "no-params"),
+        (says(unary(b"not json")), "no-params"),
+        (says(unary({"error": {"message": "boom"}}, 500)), "prefill-status-500"),
+        (says(b"", then="reset"), "prefill-reset"),
+        (says(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n{", then="end"), "prefill-reset"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prefill_fails(make_site: MakeSite, answer: Answer, cause: str, stream: bool) -> None:
+    site = await make_site()
+    await site.engine("p", Role.PREFILL, answer)
+    await site.engine("d", Role.DECODE)
+    site.publish()
+    assert (await ask(site.port, CHAT, {**PROMPT, "stream": stream})).status == 200
+    assert "kv_transfer_params" not in site.engines["d"].heard[0].body
+    await site.settled()
+    record = site.record
+    assert (record.fallback, record.fallback_cause, record.prefill, record.result) == (True, cause, None, Result.OK)
+
+    site.publish(policy=FAIL)
+    site.telemetry.records.clear()
+    reply = await ask(site.port, CHAT, {**PROMPT, "stream": stream})
+    assert reply.status in (500, 502, 503)
+    assert reply.json["error"]["message"]
+    assert len(site.engines["d"].heard) == 1
+    await site.settled()
+    assert (site.record.result, site.record.fallback) == (Result.FAILED, False)
+
+
+async def test_prefill_gone_entirely(make_site: MakeSite) -> None:
+    site = await make_site()
+    await site.engine("d", Role.DECODE)
+    site.publish(policy=FAIL)
+    assert (await ask(site.port, CHAT, PROMPT)).error["code"] == "no_prefill"
+    site.publish()
+    assert (await ask(site.port, CHAT, PROMPT)).status == 200
+    site.publish(wants_prefill=False)
+    assert (await ask(site.port, CHAT, PROMPT)).status == 200
+    await site.settled()
+    assert [(r.reason, r.fallback) for r in site.telemetry.records] == [
+        ("prefill-unavailable", False),
+        ("prefill-unavailable", True),
+        ("no-prefill-pool", False),
+    ]
+
+
+async def test_another_prefill_engine_is_tried_first(make_site: MakeSite) -> None:
+    site = await make_site()
+    await site.engine("p0", Role.PREFILL, says(b"", then="reset"))
+    await site.engine("p1", Role.PREFILL)
+    await site.engine("d", Role.DECODE)
+    site.publish()
+    assert (await ask(site.port, CHAT, PROMPT)).status == 200
+    await site.settled()
+    assert (site.record.prefill, site.record.fallback, site.record.fallback_cause) == ("p1", False, "")
+
+
+async def test_a_prompt_that_prefill_refuses_is_the_clients_to_hear(make_site: MakeSite) -> None:
+    site = await make_site()
+    error = {"error": {"message": "too long", "type": "BadRequestError", "param": None, "code": 400}}
+    await site.engine("p", Role.PREFILL, says(unary(error, 400)))
+    await site.engine("d", Role.DECODE)
+    site.publish()
+    reply = await ask(site.port, CHAT, STREAM)
+    assert (reply.status, reply.json) == (400, error)
+    assert site.engines["d"].heard == []
+
+
+async def test_broken_pairs_are_avoided(make_site: MakeSite) -> None:
+    site = await make_site()
+    for name in ("p0", "p1"):
+        await site.engine(name, Role.PREFILL)
+    for name in ("d0", "d1"):
+        await site.engine(name, Role.DECODE)
+    site.publish(broken_pairs=(("p0", "d0"), ("p1", "d1"), ("p0", "d1")))
+    for _ in range(4):
+        await ask(site.port, CHAT, PROMPT)
+    await site.settled()
+    assert {(r.prefill, r.decode) for r in site.telemetry.records} == {("p1", "d0")}
+
+
+# ---- decode
+
+
+async def test_params_are_spent_by_a_decode_that_may_have_used_them(make_site: MakeSite) -> None:
+    site = await make_site()
+    await site.engine("p", Role.PREFILL)
+    await site.engine("d0", Role.DECODE, says(b"", then="reset"))
+    await site.engine("d1", Role.DECODE)
+    site.publish()
+    assert (await ask(site.port, CHAT, PROMPT)).status == 200
+    assert len(site.engines["p"].heard) == 2
+    assert site.engines["d1"].heard[0].body["kv_transfer_params"] == PARAMS
+
+
+async def test_params_are_not_spent_by_a_decode_that_was_never_reached(make_site: MakeSite) -> None:
+    site = await make_site()
+    await site.engine("p", Role.PREFILL)
+    await site.engine("d0", Role.DECODE)
+    await site.engine("d1", Role.DECODE)
+    site.publish()
+    await site.engines["d0"].stop()
+    assert (await ask(site.port, CHAT, PROMPT)).status == 200
+    assert len(site.engines["p"].heard) == 1
+
+
+# ---- streams
+
+
+async def test_an_error_before_the_first_token_is_a_plain_error(make_site: MakeSite) -> None:
+    error = {"error": {"message": "no room", "type": "x", "param": None, "code": 503}}
+    site = await aggregated(make_site, says(STREAM_HEAD + framed(event(error)) + framed(DONE) + LAST))
+    reply = await ask(site.port, CHAT, STREAM)
+    assert (reply.status, reply.headers["content-type"], reply.json) == (503, "application/json", error)
+
+
+async def test_an_error_inside_a_stream_is_passed_on_and_recorded(make_site: MakeSite) -> None:
+    error = {"error": {"message": "died", "type": "x", "param": None, "code": 500}}
+    for tail in (framed(DONE), b""):
+        site = await aggregated(
+            make_site, says(STREAM_HEAD + framed(ROLE + chunk("a")) + framed(event(error)) + tail + LAST)
+        )
+        reply = await ask(site.port, CHAT, STREAM)
+        assert reply.status == 200
+        assert events(reply.body)[2] == error
+        assert len([e for e in events(reply.body) if "error" in e]) == 1
+        await site.settled()
+        assert site.record.result is Result.FAILED
+
+
+@pytest.mark.parametrize("then", ["end", "reset"])
+@pytest.mark.parametrize("cut", [b"", LAST, b"40\r\ndata: {half an ev"], ids=["mid-chunk", "no-done", "mid-event"])
+async def test_a_stream_that_breaks_ends_in_one_error_event(make_site: MakeSite, then: str, cut: bytes) -> None:
+    raw = STREAM_HEAD + framed(ROLE) + framed(chunk("a")) + cut
+    site = await aggregated(make_site, says(raw, then=then), answer_well)
+    async with Client(site.port) as client:
+        client.post(CHAT, STREAM)
+        reply = await client.reply()
+        told = events(reply.body)
+        assert told[-1]["error"]["code"] == "stream_truncated"
+        assert len(told) == 3
+        client.post(CHAT, PROMPT)  # the connection is still good
+        assert (await client.reply()).status == 200
+    await site.settled()
+    assert [r.result for r in site.telemetry.records] == [Result.TRUNCATED, Result.OK]
+    assert site.telemetry.records[0].ttft is not None
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+async def test_error_events_of_the_other_formats(make_site: MakeSite, path: str) -> None:
+    text = event({"type": "content_block_delta"}) + event({"type": "response.output_text.delta", "delta": "x"})
+    site = await aggregated(make_site, says(STREAM_HEAD + framed(text), then="end"))
+    reply = await ask(site.port, path, STREAM)
+    last = reply.body.rstrip().split(b"\n\n")[-1]
+    assert last.startswith(b'event: error\ndata: {"type":"error","error":{"message"')
+
+
+async def test_a_stream_that_breaks_before_its_first_event_is_tried_elsewhere(make_site: MakeSite) -> None:
+    site = await aggregated(make_site, says(STREAM_HEAD + b"5\r\ndata:", then="end"), answer_well)
+    reply = await ask(site.port, CHAT, STREAM)
+    assert events(reply.body)[-1] == "[DONE]"
+    await site.settled()
+    assert site.record.decode == "a1"
+
+
+async def test_an_empty_stream_is_no_answer(make_site: MakeSite) -> None:
+    site = await aggregated(make_site, says(STREAM_HEAD + LAST))
+    assert (await ask(site.port, CHAT, STREAM)).status == 503
+
+
+async def test_only_an_exact_line_ends_a_stream(make_site: MakeSite) -> None:
+    text = ROLE + chunk("data: [DONE]") + event("[DONE] not")
+    site = await aggregated(make_site, says(STREAM_HEAD + framed(text) + LAST))
+    reply = await ask(site.port, CHAT, STREAM)
+    assert reply.body.startswith(text)
+    assert b"stream_truncated" in reply.body
+
+
+async def test_silence_is_not_waited_out(make_site: MakeSite) -> None:
+    site = await aggregated(make_site, hang)
+    site.router.silence_seconds = 0.0
+    async with Client(site.port) as client:
+        client.post(CHAT, PROMPT)
+        await until(lambda: bool(site.engines["a0"].heard))
+        site.router.sweep(asyncio.get_running_loop().time() + 1e9)
+        reply = await client.reply()
+        assert (reply.status, reply.error["code"]) == (504, "engine_timeout")
+    await until(lambda: site.engines["a0"].aborted == 1)
+    await site.settled()
+
+
+# ---- the client leaves
+
+
+@pytest.mark.parametrize("body", [PROMPT, STREAM])
+@pytest.mark.parametrize("where", ["prefill", "decode", "mid-stream"])
+async def test_client_gone(make_site: MakeSite, where: str, body: dict[str, Any]) -> None:
+    half = says(STREAM_HEAD + framed(ROLE + chunk("a")), then="hang")
+    site = await make_site()
+    await site.engine("p", Role.PREFILL, hang if where == "prefill" else answer_well)
+    await site.engine("d", Role.DECODE, half if where == "mid-stream" else hang)
+    site.publish()
+    busy = site.engines["p" if where == "prefill" else "d"]
+    async with Client(site.port) as client:
+        client.post(CHAT, body)
+        await until(lambda: bool(busy.heard))
+        if where == "mid-stream":
+            await client.head()
+    async with asyncio.timeout(1.0):
+        await until(lambda: busy.aborted == 1)
+    await site.settled()
+    assert site.record.result is Result.ABORTED
+    for engine in site.engines.values():
+        engine.answer = answer_well
+    assert (await ask(site.port, CHAT, PROMPT)).status == 200  # the next request is well (C4)
+
+
+async def test_client_gone_while_connecting(alone: Site) -> None:
+    """The connection that nobody waits for any more goes to the pool."""
+
+    class Nobody:
+        def sending(self) -> None: ...
+        def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None: ...
+        def body(self, data: bytes, last: bool) -> None: ...
+        def ended(self) -> None: ...
+        def failed(self, failure: Failure) -> None:
+            raise AssertionError(failure)
+
+    pool = alone.upstreams.pool(next(alone.view.engines()))
+    pool.start(Nobody(), b"/", b"", b"{}").cancel()
+    await until(lambda: len(pool.idle) == 1)
+    assert alone.engines["a"].heard == []
+
+
+async def test_slow_client_pauses_the_engine(make_site: MakeSite) -> None:
+    """Memory stays bounded: what the client does not take is not read from the engine."""
+    written = 0
+
+    async def firehose(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        nonlocal written
+        writer.write(STREAM_HEAD)
+        for _ in range(1_000):
+            writer.write(framed(chunk("x" * 60_000)))
+            await writer.drain()
+            written += 60_000
+        writer.write(framed(DONE) + LAST)
+
+    site = await aggregated(make_site, firehose)
+    async with Client(site.port) as client:
+        client.writer.transport.pause_reading()
+        client.post(CHAT, STREAM)
+        before = -1
+        while before != written or not written:
+            before = written
+            await asyncio.sleep(0.3)
+        assert written < 40_000_000  # what four socket buffers hold
+        client.writer.transport.resume_reading()
+        reply = await client.reply()
+        assert reply.body.endswith(DONE)
+        assert len(reply.body) > 60_000_000
+    await site.settled()

@@ -1,0 +1,288 @@
+"""Requests that go well: what reaches the engines, what reaches the client, what the record says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from controlplane.fleet.model import Role
+from controlplane.fleet.wire import Result
+from tests.frontend_api.client import PROMPT, Client, ask, events
+from tests.frontend_api.conftest import MakeSite, Site, until
+from tests.frontend_api.scripted import (
+    DONE,
+    LAST,
+    PARAMS,
+    ROLE,
+    STREAM_HEAD,
+    USAGE,
+    Heard,
+    chat_reply,
+    chunk,
+    event,
+    framed,
+    unary,
+)
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        (CHAT, {}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/completions", {"prompt": [1, 2, 3]}),
+        ("/v1/completions", {"prompt": ["only one"]}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"max_tokens": 9}),
+        (CHAT, {"n": 1, "best_of": 1, "use_beam_search": False}),
+    ],
+)
+async def test_two_legs(pair: Site, path: str, more: dict[str, Any]) -> None:
+    body = {**PROMPT, **more, "unknown": {"kept": [1, None]}}
+    reply = await ask(pair.port, path, body)
+    assert reply.status == 200
+    (first,), (second,) = pair.engines["p"].heard, pair.engines["d"].heard
+    assert first.target == second.target == path
+    assert first.body["unknown"] == second.body["unknown"] == {"kept": [1, None]}
+    assert first.body["kv_transfer_params"]["do_remote_decode"] is True
+    assert second.body == {**body, "kv_transfer_params": PARAMS}
+    assert "kv_transfer_params" not in reply.json
+    assert "server" not in reply.headers
+    assert first.headers["x-request-id"] == second.headers["x-request-id"] == reply.headers["x-request-id"]
+    await pair.settled()
+    record = pair.record
+    assert (record.prefill, record.decode, record.reason, record.fallback) == ("p", "d", "least-load", False)
+    assert (record.prompt_tokens, record.cached_tokens, record.output_tokens) == (7, 2, 3)
+    assert (record.result, record.status, record.stream, record.ttft) == (Result.OK, 200, False, None)
+    assert record.prefill_seconds is not None
+    assert record.overhead_us > 0
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "reason"),
+    [
+        (CHAT, {"n": 2}, "several-sequences"),
+        (CHAT, {"n": "2"}, "several-sequences"),  # the engine reads a number in a string
+        ("/v1/completions", {"prompt": "a", "best_of": 3}, "several-sequences"),
+        (CHAT, {"use_beam_search": True}, "several-sequences"),
+        ("/v1/completions", {"prompt": ["a", "b"]}, "several-prompts"),
+        ("/v1/completions", {"prompt": [[1, 2], [3]]}, "several-prompts"),
+        ("/v1/completions", {"prompt": "a", "echo": True}, "prompt-logprobs"),
+        (CHAT, {"prompt_logprobs": 0}, "prompt-logprobs"),
+        ("/v1/completions", {"prompt_embeds": "AAAA"}, "embedded-prompt"),
+        ("/v1/responses", {"input": "a", "background": True}, "background"),
+        ("/v1/embeddings", {"input": "a"}, "relayed"),
+        ("/tokenize", {"prompt": "a"}, "relayed"),
+    ],
+)
+async def test_one_leg_is_no_fallback(pair: Site, path: str, more: dict[str, Any], reason: str) -> None:
+    assert (await ask(pair.port, path, {**PROMPT, **more})).status == 200
+    assert pair.engines["p"].heard == []
+    assert "kv_transfer_params" not in pair.engines["d"].heard[0].body
+    await pair.settled()
+    assert (pair.record.reason, pair.record.fallback, pair.record.prefill) == (reason, False, None)
+
+
+async def test_prefill_leg_is_sanitised(pair: Site) -> None:
+    body = {
+        **PROMPT, "stream": True, "stream_options": {"include_usage": True}, "min_tokens": 5, "max_tokens": 50,
+        "max_completion_tokens": 60, "temperature": 0.5, "tools": [{"type": "function", "function": {"name": "f"}}],
+    }  # fmt: skip
+    await ask(pair.port, CHAT, body)
+    sent = pair.engines["p"].heard[0].body
+    assert (sent["max_tokens"], sent["max_completion_tokens"], sent["stream"]) == (1, 1, False)
+    assert "stream_options" not in sent
+    assert "min_tokens" not in sent
+    assert (sent["temperature"], sent["tools"]) == (0.5, body["tools"])
+
+
+async def test_prefill_leg_of_responses(pair: Site) -> None:
+    await ask(pair.port, "/v1/responses", {"model": "m", "input": "hi", "max_output_tokens": 77})
+    sent = pair.engines["p"].heard[0].body
+    assert sent["max_output_tokens"] == 1
+    assert "max_tokens" not in sent
+
+
+async def test_aggregated_gets_the_clients_own_bytes(alone: Site) -> None:
+    raw = b'{"messages": [ ],\n "model":"m", "x": 1.50, "u": "\\u00e9\xc3\xa9"}'
+    reply = await ask(alone.port, CHAT + "?beta=true", raw, traceparent="00-a-b-01", X_Other="dropped")
+    (heard,) = alone.engines["a"].heard
+    assert heard.raw == raw
+    assert heard.target == CHAT + "?beta=true"
+    assert heard.headers["traceparent"] == "00-a-b-01"
+    assert "x-other" not in heard.headers
+    assert reply.json == {k: v for k, v in chat_reply().items() if k != "kv_transfer_params"}
+    await alone.settled()
+    assert (alone.record.reason, alone.record.decode) == ("aggregated", "a")
+
+
+async def test_stream(pair: Site) -> None:
+    reply = await ask(pair.port, CHAT, {**PROMPT, "stream": True})
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    *_, usage, done = events(reply.body)
+    assert (usage["usage"], done) == (USAGE, "[DONE]")
+    await pair.settled()
+    record = pair.record
+    assert (record.stream, record.result, record.output_tokens) == (True, Result.OK, 3)
+    assert record.ttft is not None
+    assert record.ttft <= record.e2e
+    assert record.itl_mean is not None
+    assert record.longest_gap is not None
+
+
+async def test_first_byte_leaves_before_the_last_arrives_and_gaps_are_measured(make_site: MakeSite) -> None:
+    go_on = asyncio.Event()
+
+    async def slow(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + framed(ROLE) + framed(chunk("a")))
+        await go_on.wait()
+        writer.write(framed(chunk("b")) + framed(DONE) + LAST)
+
+    site = await make_site()
+    await site.engine("a", Role.AGGREGATED, slow)
+    site.publish()
+    async with Client(site.port) as client:
+        client.post(CHAT, {**PROMPT, "stream": True})
+        await client.head()
+        assert await client.chunk() == ROLE + chunk("a")
+        await asyncio.sleep(0.05)
+        go_on.set()
+        assert await client.chunk() == chunk("b") + DONE
+        assert await client.chunk() == b""
+    await site.settled()
+    assert site.record.longest_gap is not None
+    assert 0.05 <= site.record.longest_gap <= site.record.e2e
+
+
+async def test_events_split_anywhere_arrive_whole(make_site: MakeSite) -> None:
+    """Also inside a character and inside the framing of a chunk."""
+    text = ROLE + chunk("é ✓ [DONE]") + event({"choices": [], "usage": USAGE}) + DONE
+    raw = STREAM_HEAD + framed(text[:60]) + framed(text[60:61]) + framed(text[61:]) + LAST
+
+    async def dribble(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        step = int(heard.body["step"])
+        for at in range(0, len(raw), step):
+            writer.write(raw[at : at + step])
+            await writer.drain()
+            await asyncio.sleep(0)
+
+    site = await make_site()
+    await site.engine("a", Role.AGGREGATED, dribble)
+    site.publish()
+    for step in (1, 2, 3, 7, 50):
+        reply = await ask(site.port, CHAT, {**PROMPT, "step": step})
+        assert reply.body == text
+    await site.settled()
+    assert {r.result for r in site.telemetry.records} == {Result.OK}
+    assert {r.output_tokens for r in site.telemetry.records} == {3}
+
+
+async def test_transfer_params_are_stripped_from_every_reply(make_site: MakeSite) -> None:
+    params = {"remote_host": "10.0.0.1"}
+    inner = {"type": "response.completed", "response": {"id": "r", "kv_transfer_params": params, "usage": USAGE}}
+
+    async def leaky(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        if heard.target == "/v1/responses":
+            text = event({"type": "response.output_text.delta", "delta": "x"}) + b"event: x\n" + event(inner)
+            writer.write(STREAM_HEAD + framed(text) + LAST)
+        elif heard.body.get("stream"):
+            last = {"choices": [{"index": 0, "delta": {"content": "a"}}], "kv_transfer_params": params}
+            writer.write(STREAM_HEAD + framed(ROLE + event(last) + DONE) + LAST)
+        else:
+            said = 'say "kv_transfer_params": 1'
+            writer.write(unary(chat_reply(said, kv_transfer_params=params, ec_transfer_params=None, other=1.50)))
+
+    site = await make_site()
+    await site.engine("a", Role.AGGREGATED, leaky)
+    site.publish()
+    reply = await ask(site.port, CHAT, PROMPT)
+    assert "kv_transfer_params" not in reply.json
+    assert "ec_transfer_params" not in reply.json
+    assert reply.json["choices"][0]["message"]["content"] == 'say "kv_transfer_params": 1'
+    assert b'"other":1.5' in reply.body
+    reply = await ask(site.port, CHAT, {**PROMPT, "stream": True})
+    assert [e if isinstance(e, str) else sorted(e) for e in events(reply.body)][1:] == [["choices"], "[DONE]"]
+    reply = await ask(site.port, "/v1/responses", {"model": "m", "input": "x", "stream": True})
+    assert events(reply.body)[1] == {"type": "response.completed", "response": {"id": "r", "usage": USAGE}}
+    assert b"event: x\ndata: " in reply.body
+
+
+async def test_params_of_another_clients_are_not_cached(pair: Site) -> None:
+    """Each request prefills for itself: one set of params serves one sequence."""
+    await asyncio.gather(*(ask(pair.port, CHAT, PROMPT) for _ in range(5)))
+    assert len(pair.engines["p"].heard) == len(pair.engines["d"].heard) == 5
+
+
+async def test_engine_connections_are_reused(pair: Site) -> None:
+    async with Client(pair.port) as client:
+        for _ in range(5):
+            client.post(CHAT, PROMPT)
+            assert (await client.reply()).status == 200
+    assert len(pair.engines["p"].open) == len(pair.engines["d"].open) == 1
+
+
+async def test_the_clients_key_never_reaches_an_engine(make_site: MakeSite) -> None:
+    site = await make_site(auth=True)
+    await site.engine("p", Role.PREFILL)
+    await site.engine("d", Role.DECODE)
+    site.publish()
+    await ask(site.port, CHAT, PROMPT, Authorization="Bearer tdm-inference", X_Api_Key="tdm-inference", Cookie="a=b")
+    for name in ("p", "d"):
+        (heard,) = site.engines[name].heard
+        assert heard.headers["authorization"] == f"Bearer secret-{name}"
+        assert "tdm-inference" not in json.dumps(heard.headers)
+        assert "cookie" not in heard.headers
+    await site.settled()
+    assert site.record.key == "k-all"
+
+
+async def test_explained_to_those_who_ask(pair: Site) -> None:
+    plain = await ask(pair.port, CHAT, PROMPT)
+    assert not [name for name in plain.headers if name.startswith("x-tandem")]
+    told = await ask(pair.port, CHAT, PROMPT, x_tandem_explain="1")
+    assert told.headers["x-tandem-prefill"] == "p"
+    assert told.headers["x-tandem-decode"] == "d"
+    assert told.headers["x-tandem-reason"] == "least-load"
+    assert float(told.headers["x-tandem-overhead-us"]) > 0
+
+
+@pytest.mark.parametrize(("given", "kept"), [("abc-1.2:3", True), ("a" * 129, False), ("a b", False), ("", False)])
+async def test_request_id(alone: Site, given: str, kept: bool) -> None:
+    reply = await ask(alone.port, CHAT, PROMPT, x_request_id=given)
+    assert (reply.headers["x-request-id"] == given) is kept
+    assert len(reply.headers["x-request-id"]) >= 9
+
+
+async def test_in_flight_is_counted_before_the_connection_and_prefill_until_decodes_first_byte(
+    make_site: MakeSite,
+) -> None:
+    steps = [asyncio.Event() for _ in range(3)]
+
+    async def slow_decode(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        await steps[0].wait()
+        writer.write(STREAM_HEAD)
+        await steps[1].wait()
+        writer.write(framed(ROLE + chunk("a")))
+        await steps[2].wait()
+        writer.write(framed(DONE) + LAST)
+
+    site = await make_site()
+    await site.engine("p", Role.PREFILL)
+    await site.engine("d", Role.DECODE, slow_decode)
+    site.publish()
+    async with Client(site.port) as client:
+        client.post(CHAT, {**PROMPT, "stream": True})
+        await until(lambda: len(site.engines["d"].heard) == 1)
+        assert site.in_flight == {"p": 1, "d": 1}
+        steps[0].set()
+        steps[1].set()
+        await client.head()
+        assert site.in_flight == {"d": 1}
+        steps[2].set()
+        await client.chunk()
+        await site.settled()
