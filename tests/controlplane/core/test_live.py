@@ -1,0 +1,48 @@
+"""What browsers are told goes through the channel layer that the web process listens on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from channels.layers import channel_layers, get_channel_layer
+from django.test import override_settings
+
+from controlplane.fleet.errors import Unavailable
+from controlplane.publish import LIVE_GROUP, RedisPublisher
+from tests.conftest import RedisServer
+
+
+@contextmanager
+def layer_of(url: str) -> Iterator[None]:
+    backend = "channels_redis.pubsub.RedisPubSubChannelLayer"
+    with override_settings(CHANNEL_LAYERS={"default": {"BACKEND": backend, "CONFIG": {"hosts": [url]}}}):
+        channel_layers.backends = {}
+        yield
+    channel_layers.backends = {}
+
+
+async def test_topics_reach_a_listener_from_a_plain_thread(redis_url: str) -> None:
+    with layer_of(redis_url):
+        layer = get_channel_layer()
+        assert layer is not None
+        channel = await layer.new_channel()
+        await layer.group_add(LIVE_GROUP, channel)
+        publisher = RedisPublisher(redis_url)
+        for topics in (
+            ("deployments", "deployment:demo"),
+            ("nodes",),
+        ):  # the second call meets what the first left behind
+            await asyncio.get_running_loop().run_in_executor(None, lambda topics=topics: publisher.push_live(*topics))
+            for topic in topics:
+                message = await asyncio.wait_for(layer.receive(channel), 10)
+                assert message == {"type": "changed", "topic": topic}
+
+
+def test_a_redis_that_is_away_is_unavailable_here_too(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)  # never started
+    with layer_of(server.url), pytest.raises(Unavailable):
+        RedisPublisher(server.url).push_live("deployments")
