@@ -167,7 +167,7 @@ def _check_model(model: str) -> None:
         return
     if re.fullmatch(r"hub:[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?", model):
         return
-    if model.startswith("/") and len(model) > 1 and ".." not in model.split("/"):
+    if model.startswith("/") and len(model) > 1 and ".." not in model.split("/") and "\0" not in model:
         return
     raise InvalidInput(
         "model: write package:NAME (a model inside a Python package), hub:ORG/NAME (a model hub) or /FOLDER (on the nodes)",
@@ -187,6 +187,10 @@ def _check_pool(at: str, pool: PoolSpec) -> None:
     _check_between(f"{at}.kv_cache_bytes", pool.kv_cache_bytes, 1 << 20, 1 << 44)
     _check_between(f"{at}.max_num_batched_tokens", pool.max_num_batched_tokens, 16, 1 << 20)
     for argument in pool.extra_args:
+        if "\0" in argument:
+            raise InvalidInput(
+                f"{at}.extra_args: an argument holds a NUL character; remove it", field=f"{at}.extra_args"
+            )
         name = argument.split("=", 1)[0]
         if name.startswith("-") and _canonical(name) in MANAGED_ARGUMENTS:
             raise ManagedArgument(
