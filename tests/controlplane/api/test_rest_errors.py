@@ -78,6 +78,8 @@ def test_other_media_types_and_methods_are_refused(admin: Client) -> None:
         ({"pools": {"prefill": {"replicas": 1}, "decode": {"replicas": -1}}}, "pools.decode.replicas"),
         ({"pools": {"aggregated": {"extra_args": ["--port=1"]}}}, "pools.aggregated.extra_args"),
         ({"routing": {"mode": "magic"}}, "routing.mode"),
+        ({"model": "/models/a\0b"}, "model"),
+        ({"pools": {"aggregated": {"extra_args": ["--seed", "1\0"]}}}, "pools.aggregated.extra_args"),
     ],
 )
 def test_a_bad_document_names_the_field(admin: Client, change: dict[str, Any], field: str) -> None:
@@ -129,6 +131,11 @@ def test_a_bad_request_names_the_field(
 )
 def test_what_is_not_there_is_404(admin: Client, world: Deployment, path: str) -> None:
     assert refusal(call(admin, "GET", path), 404)["code"] == "not_found"
+
+
+@pytest.mark.parametrize("path", ["deployments/a%00b", "nodes/a%00b", "deployments/demo/engines/a%00b/logs"])
+def test_a_nul_in_the_path_finds_nothing(admin: Client, world: Deployment, path: str) -> None:
+    assert call(admin, "GET", path).status_code in (400, 404), "PostgreSQL refuses the value, SQLite knows no such row"
 
 
 def test_an_error_is_json_also_for_one_who_asked_for_yaml(admin: Client) -> None:
