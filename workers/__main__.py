@@ -22,7 +22,7 @@ import psutil
 
 from controlplane.fleet import wire
 from controlplane.fleet.config import Config, load
-from controlplane.fleet.errors import Conflict, TandemError
+from controlplane.fleet.errors import Conflict, InvalidInput, TandemError
 from controlplane.fleet.model import EngineAssignment, NodeFacts, Ports, Runtime
 from workers import command, hardware, models, runtimes
 from workers.agent import Agent
@@ -47,7 +47,7 @@ def main() -> int:
         logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         for chatty in ("httpx", "httpcore", "kombu", "celery"):
             logging.getLogger(chatty).setLevel(logging.WARNING)
-        name = wire.checked_node_name(config.node_name or wire.node_name_of_host(socket.gethostname()))
+        name = node_name(config)
         folder = private_folder(private_folder(config.home_path()) / "agents" / name)
         with lock(folder, name):
             stopping = catch_signals()
@@ -57,6 +57,14 @@ def main() -> int:
         print(error.message, file=sys.stderr)
         return 1
     return 0
+
+
+def node_name(config: Config) -> str:
+    """Raises `InvalidInput` naming the variable."""
+    try:
+        return wire.checked_node_name(config.node_name or wire.node_name_of_host(socket.gethostname()))
+    except InvalidInput as error:
+        raise InvalidInput(f"TANDEM_NODE_NAME: {error.message.removeprefix('name: ')}", field="node_name") from None
 
 
 @contextlib.contextmanager

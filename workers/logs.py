@@ -26,6 +26,8 @@ EVERY_SECONDS = 0.5
 CHUNK_BYTES = 256 << 10
 """Read from one log at a time, so that a chatty engine does not hold up the others."""
 ROTATE_BYTES = 16 << 20
+FULL_BYTES = 64 << 20
+"""Then it is turned over even though Redis, being away, has not got all of it: the disk is worth more."""
 PARTIAL_AFTER_SECONDS = 2.0
 """A last line without its newline is sent when it has not grown for so long."""
 
@@ -91,7 +93,8 @@ class LogShipper:
             for key in self._known.keys() - now.keys():
                 now[key] = self._known[key]._replace(ended=True)
             self._known = now
-            more = {key: self._ship(source) for key, source in now.items()}
+            turned = {key: self._keep_small(source) for key, source in now.items()}  # also while Redis is away
+            more = {key: self._ship(source) or turned[key] for key, source in now.items()}
             self._known = {key: source for key, source in now.items() if more[key] or not source.ended}
             return any(more.values())
 
@@ -105,7 +108,6 @@ class LogShipper:
         if offset > size:
             offset = 0  # the file was begun anew
         if offset == size:
-            self._rotate(source, size)
             return False
         with path.open("rb") as file:
             file.seek(offset)
@@ -138,20 +140,34 @@ class LogShipper:
             pipe.expire(key, wire.LOG_TTL)
             pipe.execute()
 
-    def _rotate(self, source: Source, size: int) -> None:
+    def _keep_small(self, source: Source) -> bool:
+        """Turns a large log over, once all of it has been sent on. True: it did."""
+        try:
+            size = (source.folder / LOG).stat().st_size
+        except FileNotFoundError:
+            return False
+        unsent = size - read_offset(source.folder)
+        if size < ROTATE_BYTES or (unsent and size < FULL_BYTES):
+            return False
+        self._turn_over(source.folder, unsent=unsent)
+        return True
+
+    def _turn_over(self, folder: Path, *, unsent: int) -> None:
         """Copies the file away and empties it: the engine goes on writing to the same one, which it appends to.
 
         Lines written between the two steps are lost; that is the price of an engine that is never disturbed.
         """
-        if size < ROTATE_BYTES:
-            return
-        path = source.folder / LOG
+        path = folder / LOG
         older = path.with_name(LOG + ".1")
         older.touch(0o600)
         shutil.copyfile(path, older)
         with path.open("r+b") as file:
             file.truncate(0)
-        write_offset(source.folder, 0)
+            if unsent:
+                file.write(
+                    f"[tandem] {unsent} bytes before this line were not sent; they are in {older.name}\n".encode()
+                )
+        write_offset(folder, 0)
 
 
 def lines(data: bytes, secrets: Iterable[str]) -> list[str]:

@@ -1,0 +1,158 @@
+"""How a machine becomes a node, against an HTTP server that plays the control plane."""
+
+from __future__ import annotations
+
+import json
+import stat
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import redis
+
+from controlplane.fleet import wire
+from controlplane.fleet.errors import Forbidden, InvalidInput
+from tests.conftest import free_port
+from tests.workers import test_redis_user
+from workers.join import NODE_FILE, Identity, ask_control_plane, identify
+
+NOWHERE = "redis://node.x:pw@127.0.0.1:1/0"
+
+
+class ControlPlane(ThreadingHTTPServer):
+    """Answers joins with `answers`, one after the other, and the last one for ever."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.answers: list[tuple[int, object]] = [(200, {"name": "x", "redis_url": NOWHERE})]
+        self.asked: list[tuple[str, Any]] = []
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ControlPlane
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.server.asked.append((self.path, json.loads(body)))
+        answers = self.server.answers
+        status, answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def control_plane() -> Iterator[ControlPlane]:
+    server = ControlPlane()
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def join(folder: Path, url: str, token: str = "one-time") -> Identity:
+    return identify(folder, name="x", control_plane=url, token=token, sleep=lambda _: None)
+
+
+def test_a_token_gives_an_identity_that_is_kept(tmp_path: Path, control_plane: ControlPlane) -> None:
+    folder = tmp_path / "agents" / "x"
+    identity = join(folder, control_plane.url)
+    assert identity == Identity("x", NOWHERE, control_plane.url)
+    assert control_plane.asked == [("/api/v1/nodes/join", {"token": "one-time", "name": "x"})]
+    assert stat.S_IMODE((folder / NODE_FILE).stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert "one-time" not in (folder / NODE_FILE).read_text()
+    assert join(folder, control_plane.url, token="") == identity
+    assert identify(folder, name="x", control_plane="", token="") == identity
+    assert len(control_plane.asked) == 1, "one that has joined asks nobody"
+
+
+def test_a_control_plane_that_is_not_up_yet_is_waited_for(tmp_path: Path, control_plane: ControlPlane) -> None:
+    control_plane.answers[:0] = [(503, "starting"), (502, "proxy"), (429, {})]
+    waits: list[float] = []
+    identity = identify(tmp_path, name="x", control_plane=control_plane.url, token="t", sleep=waits.append)
+    assert identity.name == "x"
+    assert len(waits) == 3
+    assert ask_control_plane(f"http://127.0.0.1:{free_port()}", "t", "x") is None
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "says"),
+    [
+        (403, {"error": {"code": "forbidden", "message": "this join token is used"}}, "this join token is used"),
+        (404, "<html>nothing here</html>", "is 127.0.0.1 a Tandem control plane"),
+        (400, {"detail": "odd"}, "answered 400"),
+        (400, [], "answered 400"),
+    ],
+)
+def test_a_refusal_is_one_sentence(
+    tmp_path: Path, control_plane: ControlPlane, status: int, answer: object, says: str
+) -> None:
+    control_plane.answers = [(status, answer)]
+    with pytest.raises(Forbidden, match=says) as refused:
+        join(tmp_path, control_plane.url, token="secret-token")
+    assert "\n" not in refused.value.message
+    assert "secret-token" not in refused.value.message
+    assert not (tmp_path / NODE_FILE).exists()
+
+
+@pytest.mark.parametrize("answer", ["hello", {"name": "x"}, [1]])
+def test_something_else_that_answers_is_named(tmp_path: Path, control_plane: ControlPlane, answer: object) -> None:
+    control_plane.answers = [(200, answer)]
+    with pytest.raises(InvalidInput, match="no Tandem control plane"):
+        join(tmp_path, control_plane.url)
+
+
+@pytest.mark.parametrize(
+    ("url", "token", "field"), [("", "t", "join"), ("http://h", "", "join_token"), ("not a url", "t", "join")]
+)
+def test_what_is_missing_is_named(tmp_path: Path, url: str, token: str, field: str) -> None:
+    with pytest.raises(InvalidInput) as missing:
+        join(tmp_path, url, token)
+    assert missing.value.field == field
+
+
+def test_an_unreadable_identity_means_joining_again(tmp_path: Path, control_plane: ControlPlane) -> None:
+    (tmp_path / NODE_FILE).write_text("{")
+    assert join(tmp_path, control_plane.url).name == "x"
+
+
+def stored(folder: Path, redis_url: str, control_plane: str) -> None:
+    (folder / NODE_FILE).write_bytes(msgspec.json.encode(Identity("x", redis_url, control_plane)))
+    (folder / "applied.json").write_text('{"generation": 9}')
+
+
+def test_a_node_that_was_removed_joins_again_with_a_token(
+    tmp_path: Path, control_plane: ControlPlane, redis_url: str
+) -> None:
+    admin = redis.Redis.from_url(redis_url)
+    node_url = test_redis_user.join(admin, "x")
+    stored(tmp_path, node_url, control_plane.url)
+    assert join(tmp_path, control_plane.url).redis_url == node_url, "its login works: the token is left alone"
+    assert control_plane.asked == []
+    admin.execute_command("ACL", "DELUSER", wire.acl_user("x"))
+    assert join(tmp_path, control_plane.url, token="").redis_url == node_url, "without a token it goes on and tries"
+    assert join(tmp_path, control_plane.url).redis_url == NOWHERE
+    assert len(control_plane.asked) == 1
+    assert not (tmp_path / "applied.json").exists(), "another control plane counts its generations for itself"
+
+
+def test_a_control_plane_that_moved_is_joined_again(tmp_path: Path, control_plane: ControlPlane) -> None:
+    stored(tmp_path, NOWHERE, control_plane.url)
+    assert join(tmp_path, control_plane.url).redis_url == NOWHERE
+    assert control_plane.asked == [], "Redis being away for a while is no reason"
+    stored(tmp_path, NOWHERE, "http://former.example:8000")
+    join(tmp_path, control_plane.url)
+    assert len(control_plane.asked) == 1
