@@ -23,6 +23,9 @@ CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
     "/v1/messages",
 )
 
+BYTES_MOVED = "vllm:nixl_bytes_transferred_sum"
+FAILED = "vllm:nixl_num_failed_transfers_total"
+
 
 def chat(pair: EnginePair, text: str = "Name a colour.", **more: object) -> dict:
     messages = [{"role": "user", "content": text}]
@@ -231,8 +234,9 @@ def check_errors(pair: EnginePair) -> None:
         (CHAT, chat(pair, model="no-such"), 404, "NotFoundError", "model"),
         (COMPLETIONS, completion(pair) | {"prompt": too_long}, 400, "BadRequestError", "input_tokens"),
         (COMPLETIONS, completion(pair, n=2), 400, "BadRequestError", None),
-        ("/v1/no-such", {}, 404, "Not Found", None),
-        ("/health", {}, 405, "Method Not Allowed", None),
+        (COMPLETIONS, completion(pair, n=0), 400, "BadRequestError", None),
+        (CHAT, chat(pair, temperature=3), 400, "BadRequestError", "temperature"),
+        (CHAT, chat(pair, max_tokens=0), 400, "BadRequestError", "max_tokens"),
     ]
     for path, body, status, kind, param in cases:
         reply = pair.post(pair.decode_url, path, body)
@@ -248,6 +252,14 @@ def check_errors(pair: EnginePair) -> None:
     assert reply.status_code == 404
     assert reply.json().keys() == {"type", "error"}
     assert reply.json()["error"].keys() == {"type", "message"}
+
+
+def check_unknown_routes(pair: EnginePair) -> None:
+    """Not OpenAI-shaped: a router has to word these itself."""
+    reply = pair.post(pair.decode_url, "/v1/no-such", {})
+    assert (reply.status_code, reply.json()) == (404, {"detail": "Not Found"})
+    reply = pair.client.get(pair.decode_url + CHAT)
+    assert (reply.status_code, reply.json()) == (405, {"detail": "Method Not Allowed"})
 
 
 def check_metric_names(pair: EnginePair) -> None:
@@ -307,7 +319,7 @@ def check_exchange(pair: EnginePair) -> None:
         tokens = params["remote_num_tokens"]
         before = pair.metrics(pair.decode_url)
         handed = pair.ok(pair.decode_url, path, body | {"kv_transfer_params": params})
-        grown = pair.grown(pair.decode_url, before)
+        grown = pair.grown(pair.decode_url, before, BYTES_MOVED)
         assert handed.get("kv_transfer_params") is None
         assert grown["vllm:nixl_xfer_time_seconds_count"] == grown["vllm:nixl_bytes_transferred_count"] == 1
         assert grown["vllm:nixl_bytes_transferred_sum"] > 0
@@ -355,7 +367,7 @@ def check_unreachable_prefill(pair: EnginePair) -> None:
     assert error["type"] == "InternalServerError"
     frames = pair.stream(pair.decode_url, CHAT, body | {"kv_transfer_params": params})
     assert frames == [{"error": error}, "[DONE]"]
-    assert pair.grown(pair.decode_url, before)["vllm:nixl_num_failed_transfers_total"] >= 2
+    assert pair.grown(pair.decode_url, before, FAILED)[FAILED] >= 2
 
 
 def check_decode_pulls_only_what_it_lacks(pair: EnginePair) -> None:
@@ -367,7 +379,7 @@ def check_decode_pulls_only_what_it_lacks(pair: EnginePair) -> None:
         params = prefill(pair, "completion", body)
         before = pair.metrics(pair.decode_url)
         reply = pair.ok(pair.decode_url, COMPLETIONS, body | {"kv_transfer_params": params})
-        moved.append(pair.grown(pair.decode_url, before)["vllm:nixl_bytes_transferred_sum"])
+        moved.append(pair.grown(pair.decode_url, before, BYTES_MOVED)[BYTES_MOVED])
     assert moved[1] * 3 == moved[0]
     assert params["remote_prefill_cached_tokens"] == 2 * size
     assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 2 * size
@@ -382,21 +394,19 @@ def long_prompt(pair: EnginePair, tokens: int) -> list[int]:
 
 
 class Events:
-    """A subscriber that has surely joined: it hears of a prompt that it sends itself."""
+    """A subscriber that has surely joined: it has heard of a prompt that it sent itself."""
 
-    def __init__(self, pair: EnginePair) -> None:
+    def __init__(self, pair: EnginePair, size: int) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.RCVTIMEO, 20_000)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         self._socket.connect(pair.events)
-        self._poll_until_joined(pair)
-
-    def _poll_until_joined(self, pair: EnginePair) -> None:
-        for words in itertools.count(200, 200):
-            pair.ok(pair.prefill_url, COMPLETIONS, completion(pair, fresh_text(words), max_tokens=1))
-            if self._socket.poll(1_000):
-                break
+        heard = False
+        while not heard:
+            prompt = long_prompt(pair, size + 1)
+            pair.ok(pair.prefill_url, COMPLETIONS, completion(pair, max_tokens=1) | {"prompt": prompt})
+            heard = bool(self._socket.poll(500))
         while self._socket.poll(200):
             self._socket.recv_multipart()
 
@@ -429,7 +439,7 @@ def replayed(pair: EnginePair, first: int) -> list[list[bytes]]:
 
 def block_size(pair: EnginePair) -> int:
     """Tokens per KV block, read from the engine's events."""
-    for words in itertools.count(300, 300):
+    for words in itertools.count(60, 60):
         for _, _, payload in reversed(replayed(pair, 0)):
             for event in msgspec.msgpack.decode(payload)[1]:
                 if event["type"] == "BlockStored":
@@ -442,7 +452,7 @@ def check_kv_events(pair: EnginePair) -> None:
     """A new prompt's full blocks are told, in order, with its tokens; replay gives the same bytes."""
     size = block_size(pair)
     prompt = long_prompt(pair, 2 * size + 3)
-    subscriber = Events(pair)
+    subscriber = Events(pair, size)
     try:
         pair.ok(pair.prefill_url, COMPLETIONS, completion(pair, max_tokens=1) | {"prompt": prompt})
         batches, told, parents, hashes = [], [], [], []

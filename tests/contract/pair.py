@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from dataclasses import dataclass, field
 
 import httpx
@@ -75,11 +76,17 @@ class EnginePair:
             samples[name + ("{" + ",".join(kept) + "}" if kept else "")] = float(value)
         return samples
 
-    def grown(self, url: str, before: dict[str, float]) -> dict[str, float]:
-        """What rose since `before`."""
-        return {name: value - before.get(name, 0.0) for name, value in self.metrics(url).items()}
+    def grown(self, url: str, before: dict[str, float], awaited: str | None = None) -> dict[str, float]:
+        """What rose since `before`. A real engine's connector figures follow its answers: `awaited` names one that
+        shall have risen, if it does within five seconds."""
+        deadline = time.monotonic() + 5
+        while True:
+            grown = {name: value - before.get(name, 0.0) for name, value in self.metrics(url).items()}
+            if awaited is None or grown[awaited] > 0 or time.monotonic() > deadline:
+                return grown
+            time.sleep(0.02)
 
 
 def fresh_text(words: int) -> str:
-    """A text that no engine has seen before, about three tokens a word or fewer."""
+    """A text that no engine has seen before, two to four tokens a word."""
     return " ".join(secrets.token_hex(2) for _ in range(words))

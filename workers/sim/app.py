@@ -32,7 +32,7 @@ from workers.sim.http import (
     Send,
     event,
     internal,
-    not_found,
+    no_route,
     unless_gone,
 )
 from workers.sim.messages import Messages
@@ -122,7 +122,7 @@ class App:
         if handler := routes.get(exchange.path):
             await handler(exchange)
         else:
-            raise not_found(HTTPStatus.METHOD_NOT_ALLOWED if exchange.path in others else HTTPStatus.NOT_FOUND)
+            raise no_route(HTTPStatus.METHOD_NOT_ALLOWED if exchange.path in others else HTTPStatus.NOT_FOUND)
 
     def _known(self, authorization: str) -> bool:
         if self._key is None:

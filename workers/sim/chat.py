@@ -227,5 +227,5 @@ def tool_call_id() -> str:
 def positive(max_tokens: int) -> int:
     """Raises `ApiError` for zero, as vLLM's sampling parameters do."""
     if max_tokens < 1:
-        raise invalid(f"max_tokens must be at least 1, got {max_tokens}.", "max_tokens")
+        raise invalid(f"max_tokens must be at least 1, got {max_tokens}.", "max_tokens", max_tokens)
     return max_tokens

@@ -35,8 +35,11 @@ def invalid(message: str, parameter: str | None = None, value: object = None) ->
     return ApiError(f"{message} ({', '.join(extras)})" if extras else message, param=parameter)
 
 
-def not_found(status: HTTPStatus = HTTPStatus.NOT_FOUND) -> ApiError:
-    return ApiError(status.phrase, status=status.value, kind=status.phrase)
+def no_route(status: HTTPStatus = HTTPStatus.NOT_FOUND) -> ApiError:
+    """An unknown path or method: the web framework under vLLM answers these, in a shape of its own."""
+    error = ApiError(status.phrase, status=status.value)
+    error.body = {"detail": status.phrase}
+    return error
 
 
 def internal() -> ApiError:

@@ -23,7 +23,7 @@ class Common(Struct, kw_only=True):
     """What chat and text completions share."""
 
     model: str | None = None
-    n: Positive | None = 1
+    n: int | None = 1
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     temperature: float | None = None
@@ -49,6 +49,10 @@ class Common(Struct, kw_only=True):
             raise invalid("Stream options can only be defined when `stream=True`.", "stream_options")
         if "" in self.stops():
             raise invalid("stop cannot contain an empty string.", "stop")
+        if self.n is not None and self.n < 1:
+            raise invalid(f"n must be at least 1, got {self.n}.")
+        if self.temperature is not None and not 0 <= self.temperature <= 2:
+            raise invalid(f"temperature must be in [0, 2], got {self.temperature}.", "temperature", self.temperature)
         if (self.n or 1) > 1 and self.temperature == 0:
             raise invalid(f"n must be 1 when using greedy sampling, got {self.n}.")
 

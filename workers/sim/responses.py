@@ -85,6 +85,7 @@ class Responses:
                 param="response_id",
             )
         self._request = request
+        self._call_id = tool_call_id()
         tools, tool_choice = chat_tools(request)
         self._chat = Chat(
             ChatRequest(
@@ -150,10 +151,12 @@ class Responses:
         if tool := self._chat.tool:
             return {
                 "arguments": text,
-                "call_id": tool_call_id(),
+                "call_id": self._call_id,
                 "name": tool.name,
                 "type": "function_call",
                 "id": id,
+                "async": None,
+                "caller": None,
                 "namespace": None,
                 "status": status,
             }
