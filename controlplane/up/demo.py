@@ -22,7 +22,7 @@ NAME = "smollm2"
 _PULLED = re.compile(r"^vllm:nixl_bytes_transferred_sum(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 QUESTION = "What is the capital of France?"
 HOPELESS = 3
-"""Failed attempts of one engine in a row, after which the demo is not awaited any longer."""
+"""Failed attempts of one engine while it is awaited, after which it is not awaited any longer."""
 PATIENCE = 20.0
 """Seconds in which a router must have heard of engines that the control plane calls ready."""
 
@@ -94,6 +94,7 @@ class Demo:
         ready and the router still does not answer.
         """
         failing_since = None
+        earlier: dict[str, int] = {}
         while True:
             found = self._deployment()
             if found is None or found["condition"]["status"] in ("stopped", "deleting"):
@@ -109,7 +110,7 @@ class Demo:
             else:
                 failing_since = None
             for engine in found["engines"]:
-                if engine["failures"] >= HOPELESS:
+                if engine["failures"] - earlier.setdefault(engine["id"], engine["failures"]) >= HOPELESS:
                     raise Unavailable(f"{NAME} {engine['name']} failed {engine['failures']} times: {engine['reason']}")
             show([_line(engine) for engine in found["engines"]], sentence)
 
@@ -185,9 +186,8 @@ def _line(engine: dict[str, Any]) -> Line:
     progress = observation.get("progress")
     share = f"{progress:.0%} " if progress is not None else ""
     since = datetime.fromisoformat(engine["since"]).timestamp()
-    return Line(
-        f"{NAME} {engine['name']}", engine["state"], share + engine["reason"], observation.get("pid") or 0, since
-    )
+    pid = 0 if observation.get("phase") == "exited" else observation.get("pid") or 0
+    return Line(f"{NAME} {engine['name']}", engine["state"], share + engine["reason"], pid, since)
 
 
 def _url(engine: dict[str, Any]) -> str:

@@ -15,6 +15,9 @@ from controlplane.fleet.errors import Conflict, InvalidInput
 SOCKET_PATH_LIMIT = 100
 """Bytes. The kernel takes 107; some are left for the suffix that supervisord adds while it binds."""
 
+ODD = set(';#%"\\\n\r\t')
+"""Characters that supervisord's or Redis's configuration would take for something else."""
+
 
 class StateFolder:
     """`TANDEM_HOME`, mode 0700; every file made here is 0600 from its first byte on."""
@@ -43,6 +46,11 @@ class StateFolder:
         if len(os.fsencode(self.supervisor_socket)) > SOCKET_PATH_LIMIT:
             raise InvalidInput(
                 f"TANDEM_HOME: {self.home} is too long a path for the socket in it; choose a folder whose path is shorter.",
+                field="TANDEM_HOME",
+            )
+        if odd := set(str(self.home)) & ODD:
+            raise InvalidInput(
+                f"TANDEM_HOME: {self.home} holds {' '.join(sorted(odd))}, which configuration files cannot; choose another path.",
                 field="TANDEM_HOME",
             )
         try:

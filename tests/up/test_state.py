@@ -72,12 +72,19 @@ def test_a_write_replaces_whole_files(tmp_path: Path) -> None:
 
 
 def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="TANDEM_HOME: .* choose a folder whose path is shorter") as refusal:
+    with pytest.raises(InvalidInput, match=r"TANDEM_HOME: .* choose a folder whose path is shorter") as refusal:
         StateFolder(tmp_path / ("x" * 100)).prepare()
     assert refusal.value.field == "TANDEM_HOME"
 
 
+@pytest.mark.parametrize("name", ["a;b", "a #b", 'a"b', "a\\b", "100%", "a\nb"])
+def test_a_path_that_breaks_configuration_files_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="choose another path"):
+        StateFolder(tmp_path / name).prepare()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(InvalidInput, match="cannot be used: Not a directory.* set TANDEM_HOME"):
+    with pytest.raises(InvalidInput, match=r"cannot be used: Not a directory.* set TANDEM_HOME"):
         StateFolder(tmp_path / "file" / "home").prepare()
