@@ -153,13 +153,14 @@ class Agent:
 
     def recover(self) -> None:
         """Takes in what former agent processes left behind: running engines, and attempts that have ended."""
-        for engine, attempt in list(self._records.attempts()):
+        attempts = list(self._records.attempts())
+        newest = dict(attempts)
+        for engine, attempt in attempts:
             record = self._records.load(engine, attempt)
             if record is None or (record.pid is None and not record.ended):
-                sweep(self._records.folder(engine, attempt).resolve())  # it ended between start and record
-                continue
-            run = self._hold(record)
-            run.adopt()
+                sweep(self._records.folder(engine, attempt).resolve())  # the agent ended between start and record
+            elif not record.ended or newest[engine] == attempt:
+                self._hold(record).adopt()
 
     def run(self, stopping: threading.Event) -> None:
         """Steps until told to stop. A step that fails is logged, and the next one is tried."""
@@ -181,8 +182,12 @@ class Agent:
             for run in self._runs.values()
         ]
         for action in decide(self._plan, held, grace=self._pace.grace):
-            self._apply(action)
-        self._tell_trouble(trouble or self._report())
+            try:
+                self._apply(action)
+            except Exception:
+                log.exception("%s failed; the other engines are seen to.", type(action).__name__)
+        unreported = self._report()
+        self._tell_trouble(trouble or unreported)
 
     def stop_all(self) -> None:
         """Ends every engine: asks, waits the grace, kills. Reports what is left, if Redis still answers."""
@@ -212,8 +217,15 @@ class Agent:
         self._plan = plan
         if plan.generation > self._applied:
             self._applied = plan.generation
+            return self._note_applied(plan)
+        return ""
+
+    def _note_applied(self, plan: NodePlan) -> str:
+        try:
             write_private(self._applied_file, msgspec.json.encode(Applied(plan.generation)))
             self._records.prune({assignment.engine for assignment in plan.engines} | {key[0] for key in self._runs})
+        except OSError as error:
+            return f"{self._applied_file.parent} cannot be written ({error.strerror}); make room. Engines go on."
         return ""
 
     def _apply(self, action: Action) -> None:
@@ -279,7 +291,7 @@ class Agent:
             if trouble:
                 log.warning("%s", trouble)
             else:
-                log.info("Redis answers again.")
+                log.info("Plans are read and reports are written again.")
         self._trouble = trouble
 
     def _read_applied(self) -> int:

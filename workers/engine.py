@@ -7,6 +7,7 @@ a port was snatched away before the engine could bind it) and never decides whet
 from __future__ import annotations
 
 import logging
+import os
 import random
 import re
 import signal
@@ -93,8 +94,7 @@ class EngineRun:
 
     def start(self) -> None:
         """Begins the attempt anew."""
-        self._records.save(self._record)
-        self._say(Phase.INSTALLING, "Taken in by the agent.", None)
+        self._phase, self._detail = Phase.INSTALLING, "Taken in by the agent."
         self._spawn()
 
     def adopt(self) -> None:
@@ -184,6 +184,9 @@ class EngineRun:
                 self._boot()
         except TandemError as error:
             self._end(error.message)
+        except OSError as error:
+            log.exception("%s: the state folder failed.", self.assignment.engine)
+            self._end(f"The node's state folder cannot be used ({error.strerror}); make room or mend {self.folder}.")
         except Exception as error:
             log.exception("%s failed in the agent.", self.assignment.engine)
             self._end(f"The agent failed at it: {type(error).__name__}; see the agent's log.")
@@ -191,6 +194,7 @@ class EngineRun:
             self._launcher.release(self.assignment.engine, self.assignment.attempt)
 
     def _boot(self) -> None:
+        self._records.save(self._record)
         prepared = self._launcher.prepare(self.assignment, self._say)
         for again in range(PORT_TRIES):
             chosen, command = self._launcher.choose(self.assignment, prepared)
@@ -247,11 +251,11 @@ class EngineRun:
         client.health()
         if self._identity is None:
             self._introduce(client)
-        self._say(Phase.WARMING, "Answers completions.", None)
         try:
             self._load = client.figures().load
         except Unanswered:
             self._load = None  # it serves; only the figures are missing
+        self._say(Phase.WARMING, "Answers completions.", None)
         if self.assignment.spec.role is Role.DECODE and self._identity is not None:
             self._pairs.advance(self.assignment, client.url, self._identity)
 
@@ -296,14 +300,20 @@ class EngineRun:
             self._record.ended, self._record.exit_code, self._record.detail = True, exit_code, detail
             self._phase, self._detail, self._progress, self._load = Phase.EXITED, detail, None, None
             self._note(detail)
-            self._records.save(self._record)
+            try:
+                self._records.save(self._record)
+            except OSError as error:  # a full disk: the next agent will find the process gone
+                log.error("%s: its end cannot be written down: %s", self.assignment.engine, error.strerror)
         self._changed()
 
     def _note(self, text: str) -> None:
         """A line of the agent's in the engine's log, so that the log also tells what came before and after the process."""
         log.info("%s #%d: %s", self.assignment.engine, self.assignment.attempt, text)
-        with open_appending(self.folder / LOG) as file:
-            file.write(f"[tandem] {text}\n".encode())
+        try:
+            with open_appending(self.folder / LOG) as file:
+                file.write(f"[tandem] {text}\n".encode())
+        except OSError as error:
+            log.error("%s: its log cannot be written: %s", self.assignment.engine, error.strerror)
 
     def _lost_a_port(self) -> bool:
         return "address already in use" in self._last_words(4096).lower() or not all(
@@ -312,7 +322,7 @@ class EngineRun:
 
     def _last_words(self, size: int) -> str:
         with (self.folder / LOG).open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - size))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - size))
             return file.read().decode(errors="replace")
 
     def _obituary(self, process: EngineProcess) -> str:

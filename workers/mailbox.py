@@ -11,7 +11,7 @@ from controlplane.fleet import wire
 from controlplane.fleet.errors import Unavailable
 from controlplane.fleet.wire import NodePlan, NodeReport
 
-REPLY_SECONDS = 5.0
+REPLY_SECONDS = 3.0
 
 
 class Mailbox(Protocol):

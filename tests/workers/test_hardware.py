@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import psutil
+import pynvml
 import pytest
 
 from controlplane.fleet.errors import InvalidInput
@@ -92,3 +95,55 @@ def test_a_hanging_driver_does_not_hold_the_reader_up() -> None:
     watch = hardware.FactsWatch(read, every=0)
     until(hanging.is_set)
     assert watch() == facts()
+
+
+class FakeNvml:
+    """Two cards as NVML tells of them; `broken`: the driver fails half way."""
+
+    class Memory:
+        total, free = 80 << 30, 60 << 30
+
+    class Process:
+        def __init__(self, pid: int, memory: int | None) -> None:
+            self.pid, self.usedGpuMemory = pid, memory
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, pids: list[int], *, broken: bool = False) -> None:
+        answers = {
+            "nvmlInit": lambda: None,
+            "nvmlShutdown": lambda: None,
+            "nvmlDeviceGetCount": lambda: 2,
+            "nvmlSystemGetDriverVersion": lambda: "570.1",
+            "nvmlDeviceGetHandleByIndex": lambda index: index,
+            "nvmlDeviceGetMemoryInfo": lambda handle: self.Memory,
+            "nvmlDeviceGetUUID": lambda handle: f"GPU-{handle}".encode(),
+            "nvmlDeviceGetName": lambda handle: "NVIDIA H200",
+            "nvmlDeviceGetComputeRunningProcesses": lambda handle: [self.Process(p, None) for p in pids if handle == 1],
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(pynvml, name, answer)
+        if broken:
+            monkeypatch.setattr(pynvml, "nvmlDeviceGetUUID", self.fail)
+
+    @staticmethod
+    def fail(handle: int) -> str:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+
+
+def test_gpus_and_who_else_is_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True) as engine:
+        FakeNvml(monkeypatch, [engine.pid, os.getpid(), 1 << 22])
+        gpus, driver = hardware.read_gpus({engine.pid})
+        engine.communicate(b"\n")
+    assert driver == "570.1"
+    assert [(gpu.index, gpu.uuid, gpu.name) for gpu in gpus] == [
+        (0, "GPU-0", "NVIDIA H200"),
+        (1, "GPU-1", "NVIDIA H200"),
+    ]
+    assert gpus[0].foreign == ()
+    assert [(one.pid, one.memory_bytes) for one in gpus[1].foreign] == [(os.getpid(), 0), (1 << 22, 0)]
+    assert gpus[1].memory_free_bytes == 60 << 30
+
+
+def test_a_driver_that_fails_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeNvml(monkeypatch, [], broken=True)
+    assert hardware.read_gpus(()) == ((), "")

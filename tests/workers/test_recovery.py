@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pty
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import psutil
+import pytest
 
 from controlplane.fleet.model import EngineAssignment, Observation, Phase, Ports, Role
 from controlplane.fleet.wire import NodePlan
@@ -178,3 +180,19 @@ def test_the_start_time_is_the_processs_own() -> None:
         assert seen.ticks / 100 >= before - 0.02
         process.communicate(b"\n")
         assert stat(process.pid) is None
+
+
+def test_a_full_disk_is_a_sentence_and_the_report_still_goes(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    (seen,) = up(node, assignment("d"))
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("workers.record.write_private", full)
+    monkeypatch.setattr("workers.agent.write_private", full)
+    (kept,) = node.mailbox.plan.engines  # type: ignore[union-attr]
+    node.want(kept, assignment("e"))
+    dead = node.until_phase("e", Phase.EXITED)
+    assert "No space left on device" in dead.detail
+    assert running(seen.pid)
+    assert node.mailbox.reports[-1].plan_generation == node.generation
