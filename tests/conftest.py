@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 _OURS = ("REDIS_URL", "KEEP_ENGINES", "RUNTIME", "HF_TOKEN")
@@ -24,6 +25,10 @@ for _name in [name for name in os.environ if name.startswith("TANDEM_") or name 
         del os.environ[_name]
 _HOME = Path(tempfile.mkdtemp(prefix="tandem-tests-"))
 os.environ["TANDEM_HOME"] = str(_HOME)
+hypothesis.settings.register_profile("suite", deadline=None, max_examples=60)  # no test asserts wall-clock speed
+hypothesis.settings.load_profile("suite")
+# Here and not in pyproject.toml: pytest-django would read the settings before the folder above is named.
+os.environ["DJANGO_SETTINGS_MODULE"] = "controlplane.settings"
 
 
 def pytest_unconfigure() -> None:

@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from controlplane.access.models import ApiKey
 from controlplane.deployments.models import Deployment, Engine, Lease, Published, Revision
 from controlplane.deployments.world import DeploymentRecord, EngineRecord, NodeRecord, World
-from controlplane.fleet import spec
 from controlplane.fleet.lifecycle import State
 from controlplane.fleet.model import Observation, Role, Runtime
 from controlplane.fleet.spec import DeploymentSpec
@@ -82,13 +81,14 @@ def gather(
 
 
 def spec_of(stored: dict[str, Any]) -> DeploymentSpec:
-    """A stored document as the spec it was made from."""
+    """A stored document as the spec it was made from. It was checked when it came; rules that are newer than it do not stop
+    what runs."""
     return _spec_of_json(msgspec.json.encode(stored))
 
 
 @lru_cache(maxsize=4096)
 def _spec_of_json(data: bytes) -> DeploymentSpec:
-    return spec.parse(msgspec.json.decode(data))
+    return msgspec.json.decode(data, type=DeploymentSpec)
 
 
 def deployment_record(row: Deployment, revision: int) -> DeploymentRecord:

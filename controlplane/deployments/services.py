@@ -18,6 +18,7 @@ from controlplane.access.roles import Actor
 from controlplane.access.roles import Role as Access
 from controlplane.deployments import tasks
 from controlplane.deployments.models import Deployment, Event, Revision
+from controlplane.deployments.rows import spec_of
 from controlplane.fleet import spec
 from controlplane.fleet.errors import Conflict, InvalidInput, NotFound, Unavailable
 from controlplane.fleet.model import Role
@@ -70,7 +71,7 @@ def apply(
         created = None if dry_run else _create(actor, wanted)
         return Applied(True, _changes({}, spec.document(wanted)), False, created)
     _check_generation(row, generation)
-    old = spec.parse(row.intent)
+    old = spec_of(row.intent)
     changes = _changes(spec.document(old), spec.document(wanted))
     new_engines = wanted.engine_part() != old.engine_part()
     if changes and wanted.served_name != old.served_name:
@@ -90,7 +91,7 @@ def patch(*, actor: Actor, name: str, changes: Mapping[str, Any], generation: in
     row = _existing(name, generation)
     if changes.get("name", name) != name:
         raise InvalidInput("name: a deployment keeps its name; create another and delete this one", field="name")
-    old = spec.parse(row.intent)
+    old = spec_of(row.intent)
     wanted = spec.parse(_merged(row.intent, changes))
     if wanted.served_name != old.served_name:
         _check_served_name(wanted)
@@ -108,7 +109,7 @@ def scale(*, actor: Actor, name: str, role: Role, replicas: int, generation: int
     """
     actor.require(Access.OPERATOR)
     row = _existing(name, generation)
-    old = spec.parse(row.intent)
+    old = spec_of(row.intent)
     wanted = old.with_replicas(role, replicas)
     changes = _changes(spec.document(old), spec.document(wanted))
     if changes:
@@ -152,7 +153,7 @@ def _create(actor: Actor, wanted: DeploymentSpec) -> Deployment:
 
 
 def _change(actor: Actor, row: Deployment, wanted: DeploymentSpec, changes: list[Change], *, action: str) -> None:
-    old = spec.parse(row.intent)
+    old = spec_of(row.intent)
     row.intent, row.served_name = spec.document(wanted), wanted.served_name
     row.generation += 1
     try:

@@ -175,7 +175,7 @@ def advance(state: State, event: Event) -> State:
 
 def backoff_seconds(failures: int) -> float:
     """Wait before the next attempt after so many failures in a row: 2, 4, 8 … seconds, at most FAILED's limit."""
-    return min(2.0 ** max(failures, 1), LIMITS[S.FAILED].seconds)
+    return min(2.0 ** min(max(failures, 1), 20), LIMITS[S.FAILED].seconds)
 
 
 def mermaid() -> str:

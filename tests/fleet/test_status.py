@@ -1,0 +1,80 @@
+"""A deployment's condition is a sentence derived from its engines."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controlplane.fleet.lifecycle import State
+from controlplane.fleet.model import Role
+from controlplane.fleet.status import EngineView, Status, derive
+
+P, D = Role.PREFILL, Role.DECODE
+ONE_EACH = {P: 1, D: 1}
+
+
+def views(prefill: str, decode: str, reason: str = "because.") -> list[EngineView]:
+    pairs = [(P, state) for state in prefill.split()] + [(D, state) for state in decode.split()]
+    return [EngineView(role, State(state), f"{role}-{i}", reason) for i, (role, state) in enumerate(pairs)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "engines", "status", "words"),
+    [
+        (ONE_EACH, views("ready", "ready"), Status.READY, "Serving with 1 prefill and 1 decode."),
+        (ONE_EACH, [], Status.STARTING, "Starting: 0 prefill and 0 decode of 1 prefill and 1 decode ready."),
+        (ONE_EACH, views("starting", "fetching"), Status.STARTING, "Awaits the engine to answer a first completion."),
+        (ONE_EACH, views("pending", "pending"), Status.WAITING, "Not serving yet. prefill-0: because."),
+        (ONE_EACH, views("failed", "warming"), Status.FAILED, "Not serving. prefill-0: because."),
+        (ONE_EACH, views("failed", "ready"), Status.DEGRADED, "prefill-0: because."),
+        (ONE_EACH, views("ready", "failed"), Status.FAILED, "decode-1: because."),
+        (ONE_EACH, views("ready draining", "ready"), Status.READY, "Serving"),
+        ({P: 1, D: 2}, views("ready", "ready pending"), Status.DEGRADED, "1 decode of 1 prefill and 2 decode"),
+        ({P: 0, D: 0}, [], Status.STOPPED, "Scale a pool up to serve."),
+        ({P: 0, D: 0}, views("draining", "stopping"), Status.STOPPED, "Stopping: 2 engines"),
+        (
+            {Role.AGGREGATED: 1},
+            [EngineView(Role.AGGREGATED, State.READY, "aggregated-0", "")],
+            Status.READY,
+            "1 aggregated",
+        ),
+        (
+            {Role.AGGREGATED: 1},
+            [EngineView(Role.AGGREGATED, State.LOST, "aggregated-0", "gone.")],
+            Status.FAILED,
+            "gone.",
+        ),
+    ],
+)
+def test_conditions(wanted: dict[Role, int], engines: list[EngineView], status: Status, words: str) -> None:
+    condition = derive(wanted, engines)
+    assert condition.status is status
+    assert words in condition.sentence
+
+
+def test_deleting_comes_before_all_else() -> None:
+    assert derive(ONE_EACH, views("ready", "failed"), deleting=True).status is Status.DELETING
+
+
+def test_an_old_reason_never_shows_on_a_deployment_that_serves() -> None:
+    assert "No suitable" not in derive(ONE_EACH, views("ready", "ready", "No suitable workers.")).sentence
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([P, D]), st.sampled_from(list(State))), max_size=8),
+    st.integers(0, 4),
+    st.integers(0, 4),
+    st.booleans(),
+)
+def test_counts_and_status_agree(engines: list[tuple[Role, State]], prefill: int, decode: int, deleting: bool) -> None:
+    wanted = {P: prefill, D: decode}
+    condition = derive(wanted, [EngineView(r, s, "x", "y.") for r, s in engines], deleting=deleting)
+    for role in wanted:
+        assert condition.ready[role] == sum((r, s) == (role, State.READY) for r, s in engines)
+    assert condition.wanted == wanted
+    assert condition.sentence.endswith(".")
+    if condition.status is Status.READY:
+        assert all(condition.ready[role] >= count for role, count in wanted.items())
+    if condition.status is Status.DEGRADED:
+        assert condition.ready[D] > 0
