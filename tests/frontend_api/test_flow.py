@@ -1,0 +1,226 @@
+"""The rules of retry and fallback, as tables: what the flow wants next after each outcome. No IO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controlplane.fleet.model import Role
+from controlplane.fleet.wire import OnPrefillFailure, RoutingPolicy, SnapshotDeployment, SnapshotEngine
+from frontend_api.flow import (
+    LEASE_MARGIN,
+    LEASE_SECONDS,
+    MAX_LEGS,
+    Began,
+    Decode,
+    Ended,
+    Lost,
+    Outcome,
+    PassOn,
+    Prefill,
+    Prefilled,
+    Replied,
+    Trace,
+    serve,
+)
+from frontend_api.openai import Problem
+from frontend_api.routing import Reason
+from frontend_api.upstream import Broken
+from frontend_api.view import Deployment, Engine, Health
+
+P = b'{"remote":1}'
+REFUSED = Lost(Broken.CONNECT, False)
+RESET = Lost(Broken.RESET, True)
+STALE = Lost(Broken.STALE, True)
+FAIL = RoutingPolicy(on_prefill_failure=OnPrefillFailure.FAIL)
+
+
+def fleet(*names: str, policy: RoutingPolicy | None = None, **more: Any) -> Deployment:
+    """Engines by name: p0, d0 …, a0 …"""
+    roles = {"p": Role.PREFILL, "d": Role.DECODE, "a": Role.AGGREGATED}
+    engines = tuple(Engine(SnapshotEngine(id=n, name=n, attempt=1, role=roles[n[0]], url="http://x")) for n in names)
+    return Deployment(SnapshotDeployment(name="x", served_name="m", routing=policy or RoutingPolicy(), **more), engines)
+
+
+def load(deployment: Deployment) -> dict[str, int]:
+    engines = (*deployment.prefill, *deployment.decode, *deployment.aggregated)
+    return {e.id: e.in_flight for e in engines if e.in_flight}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def prefilled(clock: Clock, age: float = 0.0) -> Prefilled:
+    return Prefilled(P, clock.now - age)
+
+
+def walk(
+    deployment: Deployment, script: list[Callable[[Clock], Outcome]], alone: Reason | None = None
+) -> tuple[list[str], Any, Trace]:
+    """Play a script of outcomes. Returns the legs asked for (`p0`, `d0`, `d0+kv`, `…!` on a new connection) and the verdict."""
+    clock, trace = Clock(), Trace()
+    flow = serve(deployment, alone, trace, clock)
+    legs: list[str] = []
+    outcome: Outcome = None
+    todo = list(script)
+    while True:
+        try:
+            step = flow.send(outcome)
+        except StopIteration as stop:
+            assert not todo, "the flow ended before the script"
+            assert load(deployment) == {}
+            return legs, stop.value, trace
+        if step is None:
+            outcome = Ended()
+            continue
+        with_kv = "+kv" if isinstance(step, Decode) and step.params else ""
+        legs.append(step.engine.id + with_kv + ("!" if step.fresh else ""))
+        assert load(deployment).get(step.engine.id) == 1, "load is counted before the leg begins"
+        outcome = todo.pop(0)(clock)
+
+
+def says(outcome: Outcome) -> Callable[[Clock], Outcome]:
+    return lambda clock: outcome
+
+
+OK = says(Began())
+KV = prefilled
+NO_KV = says(Prefilled(None, 0.0))
+
+CASES: dict[str, tuple[tuple[str, ...], dict[str, Any], list[Callable[[Clock], Outcome]], list[str], Any]] = {
+    # name: engines, deployment, outcomes, legs, (kind of verdict, status) or None
+    "aggregated": (("a0",), {}, [OK], ["a0"], None),
+    "two legs": (("p0", "d0"), {}, [KV, OK], ["p0", "d0+kv"], None),
+    "prefill refused, another": (("p0", "p1", "d0"), {}, [says(REFUSED), KV, OK], ["p0", "p1", "d0+kv"], None),
+    "prefill refused, fall back": (("p0", "d0"), {}, [says(REFUSED), OK], ["p0", "d0"], None),
+    "prefill refused, fail": (("p0", "d0"), {"policy": FAIL}, [says(REFUSED)], ["p0"], (Problem, 503)),
+    "no params, fall back": (("p0", "p1", "d0"), {}, [NO_KV, OK], ["p0", "d0"], None),
+    "no params, fail": (("p0", "d0"), {"policy": FAIL}, [NO_KV], ["p0"], (Problem, 502)),
+    "prefill refuses the request": (("p0", "d0"), {}, [says(Replied(400, b""))], ["p0"], (PassOn, 400)),
+    "decode refuses the request": (("p0", "d0", "d1"), {}, [KV, says(Replied(400, b""))], ["p0", "d0+kv"], (PassOn, 400)),
+    "prefill 500, fall back": (("p0", "d0"), {}, [says(Replied(500, b"")), OK], ["p0", "d0"], None),
+    "prefill 500, fail": (("p0", "d0"), {"policy": FAIL}, [says(Replied(500, b""))], ["p0"], (PassOn, 500)),
+    "decode not reached, same params": (("p0", "d0", "d1"), {}, [KV, says(REFUSED), OK], ["p0", "d0+kv", "d1+kv"], None),
+    "decode reached, params spent": (
+        ("p0", "d0", "d1"), {}, [KV, says(RESET), KV, OK], ["p0", "d0+kv", "p0", "d1+kv"], None),
+    "decode 500, params spent": (
+        ("p0", "d0", "d1"), {}, [KV, says(Replied(500, b"")), KV, OK], ["p0", "d0+kv", "p0", "d1+kv"], None),
+    "decode stale, params spent, same engine": (
+        ("p0", "d0"), {}, [KV, says(STALE), KV, OK], ["p0", "d0+kv", "p0", "d0+kv!"], None),
+    "prefill stale, same engine": (("p0", "d0"), {}, [says(STALE), KV, OK], ["p0", "p0!", "d0+kv"], None),
+    "stale twice is a failure": (("a0",), {}, [says(STALE), says(STALE)], ["a0", "a0!"], (Problem, 503)),
+    "only decode refused": (("p0", "d0"), {}, [KV, says(REFUSED)], ["p0", "d0+kv"], (Problem, 503)),
+    "silent": (("a0",), {}, [says(Lost(Broken.SILENT, True))], ["a0"], (Problem, 504)),
+    "our key refused": (("a0", "a1"), {}, [says(Replied(401, b"")), OK], ["a0", "a1"], None),
+    "our key refused everywhere": (("a0",), {}, [says(Replied(401, b""))], ["a0"], (Problem, 502)),
+    "two strikes": (("a0", "a1", "a2"), {}, [says(RESET), says(RESET)], ["a0", "a1"], (Problem, 503)),
+    "no decode": (("p0",), {}, [], [], (Problem, 503)),
+    "nothing": ((), {}, [], [], (Problem, 503)),
+    "all pairs broken, fall back": (("p0", "d0"), {"broken_pairs": (("p0", "d0"),)}, [OK], ["d0"], None),
+    "all pairs broken, fail": (("p0", "d0"), {"broken_pairs": (("p0", "d0"),), "policy": FAIL}, [], [], (Problem, 503)),
+    "the other pair is broken, fall back": (
+        ("p0", "d0", "d1"), {"broken_pairs": (("p0", "d1"),)}, [KV, says(REFUSED), OK], ["p0", "d0+kv", "d1"], None),
+        ("p0", "d0"), {}, [lambda c: prefilled(c, LEASE_SECONDS - LEASE_MARGIN), KV, OK], ["p0", "p0", "d0+kv"], None),
+    "params old enough": (
+        ("p0", "d0"), {}, [lambda c: prefilled(c, LEASE_SECONDS - LEASE_MARGIN - 0.1), OK], ["p0", "d0+kv"], None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("engines", "more", "script", "legs", "verdict"), CASES.values(), ids=CASES)
+def test_walk(engines: tuple[str, ...], more: dict[str, Any], script: list[Any], legs: list[str], verdict: Any) -> None:
+    deployment = fleet(*engines, **more)
+    got, end, _ = walk(deployment, script)
+    assert got == legs
+    assert (None if end is None else (type(end), end.status)) == verdict
+
+
+def test_params_are_dropped_when_a_slow_connection_ate_the_lease() -> None:
+    def late(clock: Clock) -> Outcome:
+        clock.now += LEASE_SECONDS
+        return Lost(Broken.CONNECT_TIMEOUT, False)
+
+    legs, _, _ = walk(fleet("p0", "d0", "d1"), [KV, late, KV, OK])
+    assert legs == ["p0", "d0+kv", "p0", "d1+kv"]
+
+
+def test_fallback_is_told_with_its_cause() -> None:
+    for script, cause in (
+        ([says(REFUSED), OK], "prefill-connect"),
+        ([says(Replied(503, b"")), OK], "prefill-status-503"),
+        ([NO_KV, OK], "no-params"),
+    ):
+        _, _, trace = walk(fleet("p0", "d0"), script)
+        assert (trace.fallback, trace.cause, trace.prefill, trace.decode) == (True, cause, None, "d0")
+    _, _, trace = walk(fleet("d0"), [OK])
+    assert (trace.fallback, trace.cause) == (True, "prefill-unavailable")
+    _, _, trace = walk(fleet("p0", "d0"), [OK], alone=Reason.SEVERAL_PROMPTS)
+    assert (trace.fallback, trace.reason) == (False, "several-prompts")
+
+
+def test_health_follows_connections_and_never_the_engines_answers() -> None:
+    for outcome, health in (
+        (REFUSED, Health.DOWN),
+        (RESET, Health.DOWN),
+        (Lost(Broken.PROTOCOL, True), Health.DOWN),
+        (Lost(Broken.CONNECT_TIMEOUT, False), Health.DOWN),
+        (Lost(Broken.SILENT, True), Health.UP),
+        (STALE, Health.UP),
+        (Replied(500, b""), Health.UP),
+        (Replied(401, b""), Health.UP),
+    ):
+        deployment = fleet("a0", "a1")
+        walk(deployment, [says(outcome), OK])
+        assert deployment.aggregated[0].health is health, outcome
+
+
+OUTCOMES = st.sampled_from(["began", "kv", "nokv", "refused", "reset", "stale", "400", "500", "401", "silent", "close"])
+
+
+@given(
+    st.sampled_from([("a0",), ("a0", "a1"), ("p0", "d0"), ("p0", "p1", "d0", "d1"), ("p0",), ("d0",), ()]),
+    st.sampled_from([RoutingPolicy(), FAIL]),
+    st.lists(OUTCOMES, max_size=12),
+)
+def test_whatever_happens_load_returns_to_zero_and_legs_are_bounded(
+    engines: tuple[str, ...], policy: RoutingPolicy, script: list[str]
+) -> None:
+    deployment, clock, trace = fleet(*engines, policy=policy), Clock(), Trace()
+    flow = serve(deployment, None, trace, clock)
+    outcome: Outcome = None
+    legs, spent = 0, False
+    script = script[:]
+    try:
+        while True:
+            step = flow.send(outcome)
+            if step is None:
+                outcome = Ended()
+                continue
+            legs += 1
+            assert legs <= MAX_LEGS
+            assert not (isinstance(step, Decode) and step.params and spent), "spent params were used again"
+            word = script.pop(0) if script else "close"
+            if word == "close":
+                flow.close()
+                break
+            good: Outcome = prefilled(clock) if isinstance(step, Prefill) else Began()
+            outcome = {
+                "began": good, "kv": good, "nokv": Prefilled(None, clock.now) if isinstance(step, Prefill) else Began(),
+                "refused": REFUSED, "reset": RESET, "stale": STALE, "400": Replied(400, b""), "500": Replied(500, b""),
+                "401": Replied(401, b""), "silent": Lost(Broken.SILENT, True),
+            }[word]  # fmt: skip
+            if isinstance(step, Prefill):
+                spent = False
+            elif isinstance(step, Decode) and step.params:
+                spent = not (isinstance(outcome, Lost) and not outcome.sent)
+    except StopIteration:
+        pass
+    assert load(deployment) == {}

@@ -1,0 +1,277 @@
+"""Hand-made bytes: requests whose framing lies, never ends, or comes in an unusual but legal form."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from controlplane.fleet.model import Role
+from frontend_api.server import Limits
+from tests.frontend_api.client import PROMPT, Client, ask, request
+from tests.frontend_api.conftest import MakeSite, Site, until
+from tests.frontend_api.scripted import Heard, answer_well, chat_reply, unary
+
+CHAT = "/v1/chat/completions"
+BODY = json.dumps(PROMPT).encode()
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: r\r\n"
+SIZED = b"Content-Length: %d\r\n" % len(BODY)
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+IN_CHUNKS = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+SMUGGLED = b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: 3\r\n\r\n{}x"
+
+REFUSED = {
+    "length and chunked": HEAD + SIZED + CHUNKED + b"\r\n" + IN_CHUNKS,
+    "chunked and length": HEAD + CHUNKED + SIZED + b"\r\n" + IN_CHUNKS,
+    "two lengths": HEAD + SIZED + b"Content-Length: 5\r\n\r\n" + BODY,
+    "two equal lengths": HEAD + SIZED + SIZED + b"\r\n" + BODY,
+    "list of lengths": HEAD + b"Content-Length: %d, %d\r\n\r\n" % (len(BODY), len(BODY)) + BODY,
+    "signed length": HEAD + b"Content-Length: +%d\r\n\r\n" % len(BODY) + BODY,
+    "negative length": HEAD + b"Content-Length: -1\r\n\r\n" + BODY,
+    "hexadecimal length": HEAD + b"Content-Length: 0x10\r\n\r\n" + BODY,
+    "huge length": HEAD + b"Content-Length: 99999999999999999999999\r\n\r\n" + BODY,
+    "space before the colon": HEAD + b"Content-Length : 5\r\n\r\n" + BODY,
+    "folded header": HEAD + b"X: a\r\n b\r\n" + SIZED + b"\r\n" + BODY,
+    "tabbed coding": HEAD + b"Transfer-Encoding:\x0bchunked\r\n\r\n" + IN_CHUNKS,
+    "unknown coding": HEAD + b"Transfer-Encoding: xchunked\r\n\r\n" + IN_CHUNKS,
+    "two codings": HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n" + IN_CHUNKS,
+    "chunked twice": HEAD + CHUNKED + CHUNKED + b"\r\n" + IN_CHUNKS,
+    "chunked in HTTP/1.0": HEAD.replace(b"1.1", b"1.0") + CHUNKED + b"\r\n" + IN_CHUNKS,
+    "bad chunk size": HEAD + CHUNKED + b"\r\nzz\r\n" + BODY,
+    "chunk size with a space": HEAD + CHUNKED + b"\r\n3 \r\nabc\r\n0\r\n\r\n",
+    "chunk size overflow": HEAD + CHUNKED + b"\r\nFFFFFFFFFFFFFFFFF\r\n",
+    "chunk with bare newline": HEAD + CHUNKED + b"\r\n3\nabc\n0\n\n",
+    "chunk longer than said": HEAD + CHUNKED + b"\r\n1\r\nabc\r\n0\r\n\r\n",
+    "bare newlines": b"POST /v1/chat/completions HTTP/1.1\nHost: r\n\n",
+    "no host": b"POST /v1/chat/completions HTTP/1.1\r\n" + SIZED + b"\r\n" + BODY,
+    "two hosts": HEAD + b"Host: s\r\n" + SIZED + b"\r\n" + BODY,
+    "two keys": HEAD + b"Authorization: Bearer a\r\nAuthorization: Bearer b\r\n" + SIZED + b"\r\n" + BODY,
+    "zero byte": HEAD + b"X: a\x00b\r\n" + SIZED + b"\r\n" + BODY,
+    "HTTP/0.9": b"GET /health\r\n\r\n",
+    "HTTP/2.0": b"GET /health HTTP/2.0\r\nHost: r\r\n\r\n",
+    "HTTP/2 preface": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    "tunnel": b"CONNECT engine:1 HTTP/1.1\r\nHost: r\r\n\r\n",
+    "unknown method": b"BREW /health HTTP/1.1\r\nHost: r\r\n\r\n",
+    "raw bytes in the path": b"GET /\xff HTTP/1.1\r\nHost: r\r\n\r\n",
+    "unknown expectation": HEAD + b"Expect: 200-ok\r\n" + SIZED + b"\r\n" + BODY,
+}
+
+
+@pytest.mark.parametrize("data", REFUSED.values(), ids=REFUSED)
+async def test_refused_and_closed(alone: Site, data: bytes) -> None:
+    """One clear refusal, then the connection ends: what follows on it is never read as a request."""
+    async with Client(alone.port) as client:
+        client.send(data + SMUGGLED)
+        reply = await client.reply()
+        assert reply.status in (400, 405, 413, 417, 501, 505)
+        assert reply.error["message"]
+        assert reply.headers["connection"] == "close"
+        assert await client.closed() == b""
+    assert alone.engines["a"].heard == []
+    assert (await ask(alone.port, CHAT, PROMPT)).status == 200
+
+
+@pytest.mark.parametrize("data", REFUSED.values(), ids=REFUSED)
+async def test_refused_byte_by_byte(alone: Site, data: bytes) -> None:
+    async with Client(alone.port) as client:
+        for at in range(len(data)):
+            client.send(data[at : at + 1])
+            if at % 16 == 0:
+                await client.writer.drain()
+                await asyncio.sleep(0)
+        if data in (REFUSED["TLS"], REFUSED["huge length"]):
+            client.send(b"\r\n\r\n")
+        assert (await client.head()).status >= 400
+    assert alone.engines["a"].heard == []
+
+
+UNUSUAL = {
+    "chunked": HEAD + CHUNKED + b"\r\n" + IN_CHUNKS,
+    "chunk by byte": HEAD + CHUNKED + b"\r\n" + b"".join(b"1\r\n%c\r\n" % c for c in BODY) + b"0\r\n\r\n",
+    "chunk extension and trailer": HEAD
+    + CHUNKED
+    + b"\r\n%x;a=b\r\n%b\r\n0\r\nAuthorization: x\r\n\r\n" % (len(BODY), BODY),
+    "upper-case coding": HEAD + b"TRANSFER-ENCODING: Chunked\r\n\r\n" + IN_CHUNKS,
+    "leading blank lines": b"\r\n\r\n" + HEAD + SIZED + b"\r\n" + BODY,
+    "absolute form": HEAD.replace(b"/v1", b"http://router:8080/v1") + SIZED + b"\r\n" + BODY,
+    "offer of HTTP/2": HEAD + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n" + SIZED + b"\r\n" + BODY,
+    "offer of HTTP/2, chunked": HEAD + b"Connection: Upgrade\r\nUpgrade: h2c\r\n" + CHUNKED + b"\r\n" + IN_CHUNKS,
+    "empty header value": HEAD + b"X-Empty:\r\n" + SIZED + b"\r\n" + BODY,
+}
+
+
+@pytest.mark.parametrize("data", UNUSUAL.values(), ids=UNUSUAL)
+@pytest.mark.parametrize("step", [1, 7, 10_000])
+async def test_unusual_and_served(alone: Site, data: bytes, step: int) -> None:
+    async with Client(alone.port) as client:
+        for _ in range(2):  # and the connection is good for another
+            for at in range(0, len(data), step):
+                client.send(data[at : at + step])
+                await asyncio.sleep(0)
+            assert (await client.reply()).status == 200
+    assert [heard.raw for heard in alone.engines["a"].heard] == [BODY, BODY]
+
+
+async def test_http_1_0(alone: Site) -> None:
+    """No chunks, and the end of the connection is the end of the answer."""
+    async with Client(alone.port) as client:
+        client.send(request(CHAT, {**PROMPT, "stream": True}, version="1.0"))
+        reply = await client.reply()
+        assert reply.headers["connection"] == "close"
+        assert "transfer-encoding" not in reply.headers
+        assert reply.body.startswith(b"data: ")
+        assert reply.body.endswith(b"data: [DONE]\n\n")
+    async with Client(alone.port) as client:
+        client.send(b"GET /health HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+        assert (await client.reply()).status == 200
+        assert await client.closed() == b""
+
+
+async def test_connection_close_is_kept(alone: Site) -> None:
+    async with Client(alone.port) as client:
+        client.post(CHAT, PROMPT, Connection="close")
+        reply = await client.reply()
+        assert (reply.status, reply.headers["connection"]) == (200, "close")
+        assert await client.closed() == b""
+
+
+async def test_head(alone: Site) -> None:
+    reply = await ask(alone.port, "/health", method="HEAD")
+    assert (reply.status, reply.body) == (200, b"")
+
+
+async def test_pipelined_requests_are_answered_in_order(make_site: MakeSite) -> None:
+    site = await make_site()
+
+    async def echo(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.01 if heard.body["number"] % 2 else 0)
+        writer.write(unary(chat_reply(str(heard.body["number"]))))
+
+    await site.engine("a", Role.AGGREGATED, echo)
+    site.publish()
+    count = 60  # more than are read ahead
+    async with Client(site.port) as client:
+        client.send(b"".join(request(CHAT, {**PROMPT, "number": n}) for n in range(count)) + request("/health"))
+        for number in range(count):
+            assert (await client.reply()).json["choices"][0]["message"]["content"] == str(number)
+        assert (await client.reply()).json == {"status": "ok"}
+        assert len(site.engines["a"].open) == 1  # never two at once
+
+
+async def test_what_came_before_nonsense_is_answered_first(alone: Site) -> None:
+    async with Client(alone.port) as client:
+        client.send(request(CHAT, PROMPT) + b"nonsense\r\n\r\n")
+        assert (await client.reply()).status == 200
+        assert (await client.reply()).status == 400
+        assert await client.closed() == b""
+
+
+async def test_expect_continue(alone: Site) -> None:
+    async with Client(alone.port) as client:
+        client.send(HEAD + b"Expect: 100-continue\r\n" + SIZED + b"\r\n")
+        assert (await client.head()).status == 100
+        client.send(BODY)
+        assert (await client.reply()).status == 200
+
+
+async def test_expect_continue_refused_before_the_body(make_site: MakeSite) -> None:
+    site = await make_site(auth=True)
+    async with Client(site.port) as client:
+        client.send(HEAD + b"Expect: 100-continue\r\n" + SIZED + b"\r\n")
+        assert (await client.reply()).status == 401
+        assert await client.closed() == b""
+
+
+async def test_body_limit(make_site: MakeSite) -> None:
+    site = await make_site(limits=Limits(body_bytes=1_000))
+    await site.engine("a", Role.AGGREGATED)
+    site.publish()
+    fits = b'{"model":"m","x":"' + b"y" * 980 + b'"}'
+    assert len(fits) == 1_000
+    assert (await ask(site.port, CHAT, fits)).status == 200
+    reply = await ask(site.port, CHAT, fits + b" ")
+    assert (reply.status, reply.error["code"]) == (413, "body_too_large")
+    for data in (b"%x\r\n%b\r\n1\r\nx\r\n" % (len(fits), fits), b"1;" + b"x" * 9_000):
+        async with Client(site.port) as client:
+            client.send(HEAD + CHUNKED + b"\r\n" + data)
+            assert (await client.reply()).status == 413
+    text = (await ask(site.port, "/metrics")).body
+    assert b'tandem_router_refused_total{status="413"} 3' in text
+
+
+async def test_a_refused_upload_sees_the_refusal_and_no_reset(make_site: MakeSite) -> None:
+    site = await make_site(limits=Limits(body_bytes=1_000))
+    async with Client(site.port) as client:
+        client.send(HEAD + b"Content-Length: 5000000\r\n\r\n" + b"x" * 5_000_000)
+        await client.writer.drain()
+        assert (await client.reply()).status == 413
+
+
+async def test_head_limit(make_site: MakeSite) -> None:
+    site = await make_site(limits=Limits(head_bytes=4_000))
+    for data in (
+        HEAD + b"X: " + b"a" * 5_000 + b"\r\n\r\n",
+        HEAD + b"X: " + b"a" * 5_000,
+        HEAD + b"".join(b"X-%d: a\r\n" % n for n in range(1_000)) + b"\r\n",
+        b"GET /" + b"a" * 5_000 + b" HTTP/1.1\r\nHost: r\r\n\r\n",
+    ):
+        async with Client(site.port) as client:
+            client.send(data)
+            assert (await client.reply()).status == 431
+
+
+async def test_slow_heads_and_bodies_time_out(make_site: MakeSite) -> None:
+    site = await make_site()
+    for data in (b"POST / HT", HEAD + SIZED + b"\r\n" + BODY[:-1]):
+        async with Client(site.port) as client:
+            client.send(data)
+            await until(lambda: [c._in_message for c in site.server.connections] == [True])
+            site.server.sweep(asyncio.get_running_loop().time() + 1e6)
+            assert (await client.reply()).status == 408
+            assert await client.closed() == b""
+
+
+async def test_idle_connections_close_and_busy_ones_do_not(make_site: MakeSite) -> None:
+    site = await make_site()
+    go_on = asyncio.Event()
+
+    async def later(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        await go_on.wait()
+        await answer_well(heard, writer)
+
+    await site.engine("a", Role.AGGREGATED, later)
+    site.publish()
+    async with Client(site.port) as busy, Client(site.port) as idle:
+        busy.post(CHAT, PROMPT)
+        await until(lambda: bool(site.router.exchanges))
+        site.server.sweep(asyncio.get_running_loop().time() + 1e6)
+        assert await idle.closed() == b""
+        go_on.set()
+        assert (await busy.reply()).status == 200
+
+
+async def test_drain_finishes_streams_and_takes_no_new_ones(make_site: MakeSite) -> None:
+    site = await make_site()
+    go_on = asyncio.Event()
+
+    async def later(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        await go_on.wait()
+        await answer_well(heard, writer)
+
+    await site.engine("a", Role.AGGREGATED, later)
+    site.publish()
+    async with Client(site.port) as busy, Client(site.port) as idle:
+        busy.post(CHAT, {**PROMPT, "stream": True})
+        await until(lambda: bool(site.router.exchanges))
+        site.server.stop_accepting()
+        assert await idle.closed() == b""
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", site.port)
+        go_on.set()
+        reply = await busy.reply()
+        assert reply.body.endswith(b"data: [DONE]\n\n")
+        assert reply.headers["connection"] == "close"
+        assert await busy.closed() == b""
+    await until(lambda: not site.server.connections)

@@ -1,0 +1,160 @@
+"""The event reader: bytes through untouched, however they are cut; marks found only where they are marks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from frontend_api.openai import Shape, Usage, event_error, read_params, read_reply
+from frontend_api.sse import MAX_EVENT, EventReader, EventTooLong
+
+
+def data(body: object) -> bytes:
+    return b"data: " + json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+
+
+def feed(reader: EventReader, text: bytes, cuts: list[int]) -> bytes:
+    ends = sorted({min(c, len(text)) for c in cuts} | {len(text)})
+    parts = [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+    return b"".join(reader.feed(part) for part in parts)
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.text(max_size=20).map(lambda t: data({"choices": [{"delta": {"content": t}}]})),
+        st.text(max_size=20).map(lambda t: data({"choices": [{"delta": {"content": t + ' "error" [DONE] "usage"'}}]})),
+        st.sampled_from([b": comment\n\n", b"event: x\ndata: {}\n\n", b"data: {}\r\n\r\n", b"data: a\ndata: b\n\n"]),
+    ),
+    max_size=8,
+)
+
+
+@given(EVENTS, st.lists(st.integers(0, 400), max_size=10))
+def test_any_cut_gives_the_same_bytes_and_no_false_marks(events: list[bytes], cuts: list[int]) -> None:
+    reader = EventReader(Shape.CHAT, Usage())
+    text = b"".join(events)
+    assert feed(reader, text, cuts) == text
+    assert (reader.done, reader.failed) == (False, False)
+    assert feed(reader, b"data: [DONE]\n\n", cuts) == b"data: [DONE]\n\n"
+    assert reader.done
+
+
+@given(st.lists(st.integers(0, 300), max_size=10))
+def test_only_whole_events_come_out(cuts: list[int]) -> None:
+    text = data({"choices": [{"delta": {"content": "é✓"}}]}) * 3
+    reader = EventReader(Shape.CHAT, Usage())
+    ends = sorted({min(c, len(text)) for c in cuts})
+    for a, b in zip([0, *ends], ends, strict=False):
+        out = reader.feed(text[a:b])
+        assert out == b"" or out.endswith(b"\n\n")
+
+
+USAGES = [
+    (
+        Shape.CHAT,
+        {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": None}},
+        (5, None, 2),
+    ),
+    (Shape.CHAT, {"usage": {"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": 4}}}, (5, 4, None)),
+    (
+        Shape.RESPONSES,
+        {
+            "type": "response.completed",
+            "response": {
+                "usage": {"input_tokens": 5, "output_tokens": 2, "input_tokens_details": {"cached_tokens": 1}}
+            },
+        },
+        (5, 1, 2),
+    ),
+    (
+        Shape.MESSAGES,
+        {"type": "message_start", "message": {"usage": {"input_tokens": 5, "output_tokens": 0}}},
+        (5, None, 0),
+    ),
+    (
+        Shape.MESSAGES,
+        {"type": "message_delta", "usage": {"output_tokens": 9, "cache_read_input_tokens": 3}},
+        (None, 3, 9),
+    ),
+    (Shape.CHAT, {"usage": "odd"}, (None, None, None)),
+    (Shape.CHAT, {"usage": {"prompt_tokens": "5", "completion_tokens": 2.5}}, (None, None, None)),
+]
+
+
+@pytest.mark.parametrize(("shape", "body", "counts"), USAGES)
+def test_usage_of_every_format(shape: Shape, body: dict[str, object], counts: tuple[int | None, ...]) -> None:
+    usage = Usage()
+    EventReader(shape, usage).feed(data(body))
+    assert (usage.prompt, usage.cached, usage.output) == counts
+
+
+def test_usage_is_merged_by_field() -> None:
+    usage = Usage()
+    reader = EventReader(Shape.MESSAGES, usage)
+    reader.feed(data({"type": "message_start", "message": {"usage": {"input_tokens": 5, "output_tokens": 0}}}))
+    reader.feed(data({"type": "message_delta", "usage": {"output_tokens": 9}}))
+    assert (usage.prompt, usage.output) == (5, 9)
+
+
+@pytest.mark.parametrize(
+    ("shape", "text", "done", "failed"),
+    [
+        (Shape.CHAT, b"data: [DONE]\n\n", True, False),
+        (Shape.CHAT, b"data:[DONE]\r\n\r\n", True, False),
+        (Shape.CHAT, b"data: [DONE] \n\n", True, False),
+        (Shape.CHAT, b"data: x[DONE]\n\n", False, False),
+        (Shape.CHAT, b'data: {"a":"\\ndata: [DONE]\\n"}\n\n', False, False),
+        (Shape.CHAT, data({"error": {"message": "x"}}), False, True),
+        (Shape.CHAT, data({"error": None}), False, False),
+        (Shape.CHAT, data({"choices": [{"error": 1}]}), False, False),
+        (Shape.MESSAGES, b"event: message_stop\n" + data({"type": "message_stop"}), True, False),
+        (Shape.MESSAGES, b"event: error\n" + data({"type": "error", "error": {"message": "x"}}), False, True),
+        (Shape.RESPONSES, data({"type": "response.completed", "response": {"error": None}}), True, False),
+        (Shape.RESPONSES, data({"type": "response.incomplete", "response": {}}), True, False),
+        (Shape.RESPONSES, data({"type": "response.failed", "response": {"error": {}}}), True, True),
+        (Shape.RESPONSES, data({"type": "response.created", "response": {"error": None}}), False, False),
+    ],
+)
+def test_ends_and_errors(shape: Shape, text: bytes, done: bool, failed: bool) -> None:
+    reader = EventReader(shape, Usage())
+    assert reader.feed(text) == text
+    assert (reader.done, reader.failed) == (done, failed)
+
+
+def test_an_endless_event_is_given_up() -> None:
+    reader = EventReader(Shape.CHAT, Usage())
+    assert reader.feed(b"x" * MAX_EVENT) == b""
+    with pytest.raises(EventTooLong):
+        reader.feed(b"x")
+
+
+@pytest.mark.parametrize(
+    ("reply", "params"),
+    [
+        (b'{"kv_transfer_params": {"a": [1,  2]}, "x": 1}', b'{"a": [1,  2]}'),
+        (b'{"kv_transfer_params":null}', None),
+        (b'{"kv_transfer_params":{}}', None),
+        (b'{"kv_transfer_params":[1]}', None),
+        (b'{"kv_transfer_params":"x"}', None),
+        (b"{}", None),
+        (b"[]", None),
+        (b"nonsense", None),
+        (b"", None),
+    ],
+)
+def test_params_of_a_prefill_reply(reply: bytes, params: bytes | None) -> None:
+    assert read_params(reply) == params
+
+
+def test_replies_that_cannot_be_read_are_passed_on() -> None:
+    for body in (b"", b"nonsense", b"[1,2]", b'{"usage":7}'):
+        assert read_reply(body, Usage()) == body
+
+
+def test_error_of_a_first_event() -> None:
+    assert event_error(data({"error": {"message": "x", "code": 429}})) == (429, b'{"error":{"message":"x","code":429}}')
+    assert event_error(data({"error": {"message": "x", "code": "odd"}}))[0] == 500
+    assert event_error(b'event: error\ndata: {"error"\n\n') == (500, b'{"error"')
