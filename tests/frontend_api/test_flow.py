@@ -129,6 +129,7 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any], list[Callable[[Clock], O
     "all pairs broken, fail": (("p0", "d0"), {"broken_pairs": (("p0", "d0"),), "policy": FAIL}, [], [], (Problem, 503)),
     "the other pair is broken, fall back": (
         ("p0", "d0", "d1"), {"broken_pairs": (("p0", "d1"),)}, [KV, says(REFUSED), OK], ["p0", "d0+kv", "d1"], None),
+    "params too old": (
         ("p0", "d0"), {}, [lambda c: prefilled(c, LEASE_SECONDS - LEASE_MARGIN), KV, OK], ["p0", "p0", "d0+kv"], None),
     "params old enough": (
         ("p0", "d0"), {}, [lambda c: prefilled(c, LEASE_SECONDS - LEASE_MARGIN - 0.1), OK], ["p0", "d0+kv"], None),
