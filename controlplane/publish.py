@@ -87,7 +87,7 @@ class RedisPublisher:
         self._url = url
         # RESP2 is understood by every server, and its replies have one shape. (The stubs mix all shapes: hence Any.)
         self._redis: Any = redis.Redis.from_url(url, protocol=2, socket_connect_timeout=3, socket_timeout=5)
-        self._patient: Any = redis.Redis.from_url(url, protocol=2, socket_connect_timeout=3)
+        self._patient: Any = redis.Redis.from_url(url, protocol=2, socket_connect_timeout=3, socket_timeout=None)
         self._ensured: dict[str, str] = {}
 
     def read_reports(self, nodes: Iterable[str]) -> dict[str, NodeReport]:

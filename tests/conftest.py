@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
+import django
 import pytest
 
 _OURS = ("REDIS_URL", "KEEP_ENGINES", "RUNTIME", "HF_TOKEN")
@@ -29,6 +30,7 @@ hypothesis.settings.register_profile("suite", deadline=None, max_examples=60)  #
 hypothesis.settings.load_profile("suite")
 # Here and not in pyproject.toml: pytest-django would read the settings before the folder above is named.
 os.environ["DJANGO_SETTINGS_MODULE"] = "controlplane.settings"
+django.setup()
 
 
 def pytest_unconfigure() -> None:
