@@ -33,7 +33,7 @@ check: dev ## ruff, mypy, import rules, missing migrations
 	$(RUN) manage.py makemigrations --check --dry-run
 
 bench: dev ## measure the router
-	$(RUN) -m pytest tests/bench -s
+	$(RUN) -m tests.bench.run
 
 soak: dev ## the flows (mixed load, restarts, kills) again and again (SOAK_SECONDS=600)
 	@end=$$(($$(date +%s) + $${SOAK_SECONDS:-600})); \

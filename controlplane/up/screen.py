@@ -6,7 +6,7 @@ Without a terminal the same facts are printed as plain lines, each when it chang
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from rich.console import Console, Group
@@ -19,6 +19,9 @@ _STYLES = {
     "running": "green", "ready": "green", "starting": "yellow", "stopping": "yellow", "stopped": "dim",
     "failed": "red", "gave up": "red", "retrying": "red", "ended": "red", "unhealthy": "red", "lost": "red",
 }  # fmt: skip
+
+
+PROGRESS_SECONDS = 5.0
 
 
 class Line(NamedTuple):
@@ -38,14 +41,13 @@ class Line(NamedTuple):
         return f"{self.name} {self.state}{pid}{detail}"
 
 
-_NOTHING = Line("", "")
-
-
 class Screen:
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console or Console(highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
+        self._clock = clock
         self._lines: dict[str, Line] = {}
+        self._told: dict[str, tuple[Line, float]] = {}
         self._work = Spinner("dots")
         self._working = ""
         if self._console.is_terminal and not self._console.is_dumb_terminal:
@@ -71,16 +73,21 @@ class Screen:
 
     def lines(self, lines: Iterable[Line]) -> None:
         """All processes and engines, as they are now."""
-        fresh = {line.name: line for line in lines}
+        self._lines = {line.name: line for line in lines}
         if self._live is None:
-            for name, line in fresh.items():
-                before = self._lines.get(name)
-                if (line.state, line.detail, line.pid) != (before or _NOTHING)[1:4] and (
-                    before or line.state != "stopped"
-                ):
-                    self._print(Text(f"  {line.plain()}"))
-        self._lines = fresh
+            for line in self._lines.values():
+                self._tell(line)
         self._refresh()
+
+    def _tell(self, line: Line) -> None:
+        """Print a line when it changed; mere progress not oftener than each `PROGRESS_SECONDS`."""
+        before, at = self._told.get(line.name, (Line(line.name, "stopped"), 0.0))
+        if (line.state, line.pid) == (before.state, before.pid) and (
+            line.detail == before.detail or line.state == "stopped" or self._clock() - at < PROGRESS_SECONDS
+        ):
+            return
+        self._told[line.name] = line, self._clock()
+        self._print(Text(f"  {line.plain()}"))
 
     def close(self) -> None:
         if self._live is not None:

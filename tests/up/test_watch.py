@@ -124,6 +124,18 @@ def test_engines_are_shown_below_the_programs(scene: Scene) -> None:
     assert scene.look("RUNNING", 100).splitlines()[1] == "  smollm2 decode-0 installing: 40% torch"
 
 
+def test_without_a_terminal_progress_is_a_line_now_and_then() -> None:
+    seconds, text = 0.0, io.StringIO()
+    screen = Screen(Console(file=text, highlight=False, markup=False, width=200), lambda: seconds)
+    for seconds in range(20):
+        screen.lines([Line("decode-0", "installing", f"{seconds}% torch")])
+    screen.lines([Line("decode-0", "fetching", "the model")])
+    assert text.getvalue().split("\n")[:-1] == [
+        *(f"  decode-0 installing: {percent}% torch" for percent in (0, 5, 10, 15)),
+        "  decode-0 fetching: the model",
+    ]
+
+
 def test_a_terminal_shows_one_table_and_keeps_what_was_said() -> None:
     text = io.StringIO()
     screen = Screen(Console(file=text, force_terminal=True, highlight=False, markup=False, width=100))
