@@ -30,7 +30,13 @@ class Engine:
         self.settings = settings
         self.faults = faults
         self.engine_id = secrets.token_hex(16)
-        self.metrics = Metrics(settings.served_model_name, settings.max_model_len, nixl=settings.disaggregated)
+        self.metrics = Metrics(
+            settings.served_model_name,
+            settings.max_model_len,
+            nixl=settings.disaggregated,
+            block_size=settings.block_size,
+            kv_blocks=settings.kv_blocks,
+        )
         self._publisher = publisher
         self.pool = BlockPool(
             settings.kv_blocks,

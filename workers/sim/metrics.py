@@ -91,7 +91,9 @@ _M = TypeVar("_M", Value, Histogram)
 class Metrics:
     """All series of one engine. NIXL's exist only when the engine has the connector, as in vLLM."""
 
-    def __init__(self, model_name: str, max_model_len: int, *, nixl: bool) -> None:
+    def __init__(
+        self, model_name: str, max_model_len: int, *, nixl: bool, block_size: int = 16, kv_blocks: int = 0
+    ) -> None:
         quoted = model_name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
         labels = f'engine="0",model_name="{quoted}"'
         self._all: list[Value | Histogram] = []
@@ -109,6 +111,9 @@ class Metrics:
         def histogram(name: str, help: str, buckets: Sequence[float]) -> Histogram:
             return keep(Histogram(f"vllm:{name}", help, labels, buckets))
 
+        cache = f'block_size="{block_size}",cache_dtype="auto",enable_prefix_caching="True",engine="0"'
+        cache += f',num_gpu_blocks="{kv_blocks}"'
+        keep(Value("vllm:cache_config_info", "gauge", "Information of the LLMEngine CacheConfig", cache)).set(1)
         tokens = request_tokens(max_model_len)
         self.running = gauge("num_requests_running", "Number of requests in model execution batches.")
         self.waiting = gauge("num_requests_waiting", "Number of requests waiting to be processed.")

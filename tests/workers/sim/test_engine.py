@@ -29,6 +29,14 @@ FAST = Settings(
     itl_seconds=0,
     transfer_bytes_per_second=1e15,
 )
+REMOTE: dict[str, object] = {
+    "do_remote_prefill": True,
+    "remote_engine_id": "p",
+    "remote_request_id": "its-id",
+    "remote_host": "127.0.0.1",
+    "remote_block_ids": [[1]],
+}
+"""Params that lead to an engine `p`; the port is still to be named."""
 KEEP: dict[str, object] = {"do_remote_decode": True}
 
 
@@ -215,28 +223,33 @@ async def test_decode_pulls_only_the_blocks_it_lacks() -> None:
         assert moved == [11 * block, block]
 
 
-async def test_aborts_in_every_phase_leave_nothing_behind() -> None:
-    slow = {"transfer_bytes_per_second": 1e6}
-    async with running(of(Role.PREFILL)) as prefill, running(of(Role.DECODE, **slow)) as decode:
-        waiting_params = await prefilled(prefill, list(range(200)))
-        receiving_params = await prefilled(prefill, list(range(100, 120)))
-        never = Generation(decode, "never", job([1]))
-        never.abort()
-        receiving = Generation(decode, "receiving", job(list(range(100, 120)), receiving_params))
-        waiting = Generation(decode, "waiting", job(list(range(200)), waiting_params, 50))
-        running_now = Generation(decode, "running", job(list(range(50)), None, 200))
-        tasks = [asyncio.create_task(g.choices()) for g in (running_now, receiving)]
-        await until(lambda: decode.load() == (1, 1))
-        decode.pool.take((), decode.pool.free)  # nothing is left: the next one has to wait
-        tasks.append(asyncio.create_task(waiting.choices()))
-        await until(lambda: decode.load()[1] == 2)
-        for generation in (waiting, receiving, running_now):
-            generation.abort()
-        for task in tasks:
-            task.cancel()
-        await until(lambda: prefill.pool.usage == 0)
-        await until(lambda: decode.load() == (0, 0))
-        assert decode.metrics.request_success.values['finished_reason="abort"'] == 3
+async def test_an_abort_before_during_and_after_leaves_nothing_behind() -> None:
+    async with running() as engine:
+        generation = Generation(engine, "r", job(list(range(50)), tokens=200))
+        generation.abort()
+        task = asyncio.create_task(generation.choices())
+        await until(lambda: engine.load() == (1, 0))
+        generation.abort()
+        generation.abort()
+        await task
+        assert engine.load() == (0, 0)
+        assert engine.pool.usage == 0
+        assert engine.metrics.request_success.values['finished_reason="abort"'] == 1
+
+
+async def test_an_abort_during_a_pull_frees_the_blocks_when_the_pull_is_over() -> None:
+    silent = listener("127.0.0.1", port := free_port(), "side channel")
+    silent.listen()
+    async with running(of(Role.DECODE)) as decode:
+        generation = Generation(decode, "r", job([1, 2, 3], REMOTE | {"remote_port": port}))
+        task = asyncio.create_task(generation.choices())
+        await until(lambda: decode.load() == (0, 1))
+        generation.abort()
+        await task
+        assert decode.pool.usage > 0
+        silent.close()
+        await until(lambda: decode.pool.usage == 0)
+        assert decode.load() == (0, 0)
 
 
 async def test_a_waiting_request_keeps_its_lease_alive_until_it_leaves() -> None:
@@ -245,17 +258,9 @@ async def test_a_waiting_request_keeps_its_lease_alive_until_it_leaves() -> None
     port = free_port()
     prefill = SideChannel("p", 4, read=lambda ids: [], done=done.put_nowait, heartbeat=beats.put_nowait)
     await prefill.start(listener("127.0.0.1", port, "side channel"))
-    params: dict[str, object] = {
-        "do_remote_prefill": True,
-        "remote_engine_id": "p",
-        "remote_request_id": "its-id",
-        "remote_host": "127.0.0.1",
-        "remote_port": port,
-        "remote_block_ids": [[1]],
-    }
     async with running(of(Role.DECODE, lease_seconds=0.06)) as decode:
         decode.pool.take((), decode.pool.free)
-        generation = Generation(decode, "r", job([1, 2, 3], params))
+        generation = Generation(decode, "r", job([1, 2, 3], REMOTE | {"remote_port": port}))
         task = asyncio.create_task(generation.choices())
         assert await beats.get() == await beats.get() == ["its-id"]
         generation.abort()

@@ -15,7 +15,9 @@ import psutil
 import pytest
 import zmq
 
-from tests.contract.contract import chat, long_prompt, prefill, replayed
+from tests.contract.bodies import chat, long_prompt
+from tests.contract.exchange import prefill
+from tests.contract.kv_events import replayed
 from tests.contract.pair import EnginePair
 from tests.contract.standins import KEY, StandIn, pair_of
 
