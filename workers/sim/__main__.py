@@ -45,7 +45,11 @@ def parse_arguments(argv: Sequence[str], api_key: str = "") -> Settings:
     add("--side-channel-port", type=int, default=0, help="KV hand-over; needed unless aggregated")
     add("--events-port", type=int, default=0, help="KV events; 0: off")
     add("--replay-port", type=int, default=0, help="KV event replay; 0: none")
-    add("--max-model-len", type=int, default=defaults.max_model_len, help="prompt plus answer, in tokens")
+    add(
+        "--max-model-len",
+        type=int,
+        help=f"prompt plus answer, in tokens; default: {defaults.max_model_len}, if it fits",
+    )
     add("--max-num-batched-tokens", type=int, default=defaults.max_num_batched_tokens, help="prefill chunk")
     add("--max-num-seqs", type=int, default=defaults.max_num_seqs)
     add("--block-size", type=int, default=defaults.block_size, help="tokens per KV block")
@@ -60,6 +64,8 @@ def parse_arguments(argv: Sequence[str], api_key: str = "") -> Settings:
     given = parser.parse_args(argv)
     if given.role is not Role.AGGREGATED and not given.side_channel_port:
         parser.error(f"--side-channel-port is needed for a {given.role} engine")
+    if given.max_model_len is None:
+        given.max_model_len = max(1, min(defaults.max_model_len, given.kv_blocks * given.block_size))
     for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size", "kv_blocks"):
         if getattr(given, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")

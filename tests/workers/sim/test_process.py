@@ -20,6 +20,8 @@ from tests.contract.exchange import prefill
 from tests.contract.kv_events import replayed
 from tests.contract.pair import EnginePair
 from tests.contract.standins import KEY, StandIn, pair_of
+from workers.sim.__main__ import parse_arguments
+from workers.sim.settings import Settings
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "Name a colour."}], "max_tokens": 8, "ignore_eos": True}
@@ -57,6 +59,11 @@ def test_a_wrong_argument_is_a_sentence(arguments: list[str], says: str) -> None
     ended = run(*arguments)
     assert ended.returncode == 2
     assert says in ended.stderr
+
+
+def test_the_default_length_fits_a_small_cache() -> None:
+    assert parse_arguments(["--kv-blocks", "10", "--block-size", "16"]).max_model_len == 160
+    assert parse_arguments([]).max_model_len == Settings().max_model_len
 
 
 @pytest.mark.parametrize("option", ["--port", "--side-channel-port", "--events-port", "--replay-port"])
