@@ -1,0 +1,237 @@
+"""The real program: its command line, its processes, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import redis
+
+from controlplane.fleet.errors import InvalidInput
+from controlplane.fleet.model import Role
+from controlplane.fleet.wire import (
+    REQUESTS_STREAM,
+    SNAPSHOT_KEY,
+    FleetSnapshot,
+    RoutingPolicy,
+    SnapshotDeployment,
+    SnapshotEngine,
+    SnapshotKey,
+    encode,
+)
+from frontend_api import standalone
+from tests.conftest import free_port
+from tests.frontend_api.client import PROMPT, Client, ask
+from tests.frontend_api.conftest import KEYS, until
+from tests.frontend_api.scripted import Heard, ScriptedEngine, answer_well
+
+CHAT = "/v1/chat/completions"
+
+
+class Program:
+    """One `python -m frontend_api`."""
+
+    def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
+        self.port = free_port()
+        self.folder = folder
+        self.log = folder / f"log-{self.port}"
+        given = {"TANDEM_HOME": str(folder), **environment}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "frontend_api", "--port", str(self.port), *arguments],
+                env={**os.environ, **given},
+                stdout=log,
+                stderr=log,
+            )
+
+    async def up(self) -> Program:
+        async with asyncio.timeout(20):
+            while True:
+                assert self.process.poll() is None, self.log.read_text()
+                with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                    if (await ask(self.port, "/ready")).status == 200:
+                        return self
+                await asyncio.sleep(0.02)
+
+    @property
+    def children(self) -> set[int]:
+        return {child.pid for child in psutil.Process(self.process.pid).children()}
+
+    async def ended(self) -> int:
+        return await asyncio.to_thread(self.process.wait, 20)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+Run = Callable[..., Awaitable[Program]]
+
+
+@pytest.fixture
+async def run(tmp_path: Path) -> AsyncIterator[Run]:
+    programs: list[Program] = []
+
+    async def start(*arguments: str, **environment: str) -> Program:
+        programs.append(Program(tmp_path, *arguments, **environment))
+        return await programs[-1].up()
+
+    yield start
+    for program in programs:
+        program.kill()
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[ScriptedEngine]:
+    found = await ScriptedEngine().start()
+    yield found
+    await found.stop()
+
+
+def fleet(url: str, keys: tuple[SnapshotKey, ...] = KEYS) -> bytes:
+    engines = (SnapshotEngine(id="a", name="a", attempt=1, role=Role.AGGREGATED, url=url),)
+    deployment = SnapshotDeployment(name="d", served_name="m", routing=RoutingPolicy(), engines=engines)
+    return encode(FleetSnapshot(version=1, deployments=(deployment,), keys=keys))
+
+
+async def test_processes_share_one_port_and_are_replaced(run: Run, engine: ScriptedEngine) -> None:
+    program = await run("--no-auth", "--model", "m", "--aggregated", engine.url, "--processes", "2")
+    before = program.children
+    assert len(before) == 2
+    victim = min(before)
+    os.kill(victim, signal.SIGKILL)
+    await until(lambda: len(program.children) == 2 and victim not in program.children)
+    for _ in range(8):
+        assert (await ask(program.port, CHAT, PROMPT)).status == 200
+    program.process.terminate()
+    assert await program.ended() == 0
+    assert not any(psutil.pid_exists(pid) for pid in before)
+
+
+async def test_children_end_when_their_parent_is_killed(run: Run, engine: ScriptedEngine) -> None:
+    program = await run("--no-auth", "--model", "m", "--aggregated", engine.url)
+    (child,) = program.children
+    program.kill()
+    await until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", program.port)
+
+
+async def test_sigterm_lets_a_stream_finish(run: Run, engine: ScriptedEngine) -> None:
+    go_on = asyncio.Event()
+
+    async def later(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        await go_on.wait()
+        await answer_well(heard, writer)
+
+    engine.answer = later
+    program = await run("--no-auth", "--model", "m", "--aggregated", engine.url)
+    async with Client(program.port) as client:
+        client.post(CHAT, {**PROMPT, "stream": True})
+        await until(lambda: bool(engine.heard))
+        program.process.terminate()
+        await until(lambda: "Draining" in program.log.read_text())
+        go_on.set()
+        assert (await client.reply()).body.endswith(b"data: [DONE]\n\n")
+    assert await program.ended() == 0
+
+
+async def test_the_drain_has_a_limit(run: Run, engine: ScriptedEngine) -> None:
+    async def never(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        await asyncio.Event().wait()
+
+    engine.answer = never
+    program = await run("--no-auth", "--model", "m", "--aggregated", engine.url, "--drain-seconds", "0.2")
+    async with Client(program.port) as client:
+        client.post(CHAT, PROMPT)
+        await until(lambda: bool(engine.heard))
+        program.process.send_signal(signal.SIGINT)
+        assert await client.closed() == b""
+    assert await program.ended() == 0
+
+
+async def test_it_follows_redis_and_starts_again_without_it(run: Run, engine: ScriptedEngine, redis_url: str) -> None:
+    control = redis.Redis.from_url(redis_url)
+    control.set(SNAPSHOT_KEY, fleet(engine.url))
+    program = await run(REDIS_URL=redis_url)
+    good = {"Authorization": "Bearer tdm-inference"}
+    assert (await ask(program.port, CHAT, PROMPT, **good)).status == 200
+    await until(lambda: control.xlen(REQUESTS_STREAM) == 1)
+    await until(lambda: len(list(control.scan_iter("tandem:router:*"))) == 1)
+    program.process.terminate()
+    assert await program.ended() == 0
+    again = await run(REDIS_URL="redis://127.0.0.1:1/0")  # from the copy on disk
+    assert (await ask(again.port, CHAT, PROMPT, **good)).status == 200
+    assert (await ask(again.port, CHAT, PROMPT)).status == 401
+    assert "tdm-inference" not in again.log.read_text()
+
+
+async def test_a_fleet_from_a_file(run: Run, engine: ScriptedEngine, tmp_path: Path) -> None:
+    file = tmp_path / "fleet.json"
+    file.write_bytes(fleet(engine.url))
+    program = await run("--fleet", str(file))
+    assert (await ask(program.port, CHAT, PROMPT, Authorization="Bearer tdm-inference")).status == 200
+    assert (await ask(program.port, CHAT, PROMPT)).status == 401
+
+
+def refused(tmp_path: Path, *arguments: str, port: int | None = None) -> str:
+    """The one sentence of a start that is refused."""
+    command = [sys.executable, "-m", "frontend_api", "--port", str(port or free_port()), *arguments]
+    done = subprocess.run(
+        command, env={**os.environ, "TANDEM_HOME": str(tmp_path)}, capture_output=True, text=True, timeout=20
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+def test_an_occupied_port_is_one_clear_sentence(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        line = refused(tmp_path, "--no-auth", "--model", "m", "--aggregated", "http://x:1", port=port)
+    assert f"Port {port}" in line
+    assert "--port" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "REDIS_URL"),
+        (["--fleet", "/nowhere"], "--fleet /nowhere"),
+        (["--fleet", "/dev/null"], "--fleet /dev/null"),
+        (["--model", "m", "--aggregated", "http://x:1"], "--no-auth"),
+        (["--aggregated", "http://x:1"], "--model"),
+        (["--no-auth", "--model", "m"], "--aggregated"),
+        (["--no-auth", "--model", "m", "--prefill", "http://x:1"], "--decode"),
+        (["--no-auth", "--model", "m", "--aggregated", "x:1"], "http://HOST:PORT"),
+        (["--no-auth", "--model", "m", "--aggregated", "http://x:1", "--processes", "99"], "--processes"),
+    ],
+)
+def test_arguments_that_do_not_fit(tmp_path: Path, arguments: list[str], says: str) -> None:
+    assert says in refused(tmp_path, *arguments)
+
+
+@pytest.mark.parametrize(
+    "url", ["", "x", "https://x:1", "http://", "http://x:0", "http://x:99999", "http://x y:1", "http://x:1\r\nA: b"]
+)
+def test_engine_urls_are_checked(url: str) -> None:
+    with pytest.raises(InvalidInput):
+        standalone.from_urls("m", aggregated=[url])
+
+
+def test_a_fleet_file_without_keys_needs_no_auth(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.json"
+    file.write_bytes(fleet("http://127.0.0.1:1", ()))
+    assert "--no-auth" in refused(tmp_path, "--fleet", str(file))
