@@ -102,6 +102,20 @@ def check_chat_stream(pair: EnginePair) -> None:
     assert frames[-1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
 
 
+def check_continuous_usage(pair: EnginePair) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *frames, last, done = pair.stream(pair.decode_url, CHAT, chat(pair, stream_options=options))
+    assert done == "[DONE]"
+    assert all(
+        frame["usage"].keys() == e.STREAM_USAGE - {"prompt_tokens_details"} | {"completion_tokens_details"}
+        for frame in frames
+    )
+    counts = [frame["usage"]["completion_tokens"] for frame in frames]
+    assert counts[0] == 0
+    assert counts == sorted(counts)
+    assert counts[-1] == last["usage"]["completion_tokens"]
+
+
 def check_stream_without_usage(pair: EnginePair) -> None:
     for path, body in ((CHAT, chat(pair)), (COMPLETIONS, completion(pair))):
         frames = pair.stream(pair.decode_url, path, body)

@@ -185,7 +185,8 @@ class Chat:
                 for index in range(self.job.n):
                     delta: Json = {"role": "assistant", "content": ""}
                     choice: Json = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-                    yield event(self._frame(request_id, [choice], prompt_token_ids=None, prompt_text=None))
+                    first = self._frame(request_id, [choice], prompt_token_ids=None, prompt_text=None)
+                    yield event(first | {"usage": generation.usage.continuous(0)} if continuous else first)
             delta = {"content": output.text}
             if self.tool:
                 delta = self._tool_delta(output.choice, output.text, calls)
@@ -201,7 +202,7 @@ class Chat:
             if output.finish_reason is not None and not usage:
                 frame["system_fingerprint"] = FINGERPRINT
             if continuous:
-                frame["usage"] = generation.usage.brief()
+                frame["usage"] = generation.usage.continuous(generation.sequences[output.choice].generated)
             yield event(frame)
         if usage:
             yield event(

@@ -67,8 +67,17 @@ class Usage(Struct, frozen=True):
             details["created_cache_tokens"] = self.created_tokens
         return self.brief() | {"prompt_tokens_details": details}
 
+    def continuous(self, completion_tokens: int) -> dict[str, object]:
+        """`usage` of a chat chunk, where it was asked for with each."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "total_tokens": self.prompt_tokens + completion_tokens,
+            "completion_tokens": completion_tokens,
+            "completion_tokens_details": None,
+        }
+
     def brief(self) -> dict[str, object]:
-        """`usage` of a chunk, where it was asked for continuously."""
+        """The three sums alone."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
