@@ -1,0 +1,168 @@
+"""The router over a pair of stand-in engines, as a client of OpenAI's own library sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import BadRequestError, NotFoundError, OpenAI
+
+from tests.conftest import free_port
+
+ROOT = Path(__file__).parents[2]
+
+
+def engine(role: str, folder: Path) -> tuple[subprocess.Popen[bytes], str]:
+    port = free_port()
+    side = () if role == "aggregated" else ("--side-channel-port", str(free_port()))
+    command = [
+        sys.executable, "-m", "workers.sim", "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m",
+        "--role", role, *side, "--prefill-tokens-per-second", "100000", "--itl-ms", "1", "--block-size", "16",
+    ]  # fmt: skip
+    with (folder / role).open("wb") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "VLLM_API_KEY": ""}, stdout=log, stderr=log)
+    return process, f"http://127.0.0.1:{port}"
+
+
+def await_ok(url: str) -> None:
+    for _ in range(500):
+        try:
+            if httpx.get(url).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        asyncio.run(asyncio.sleep(0.02))
+    raise AssertionError(f"{url} did not come up")
+
+
+@pytest.fixture(scope="module")
+def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A router in front of a pair, another in front of one aggregated engine, and the engines themselves."""
+    folder = tmp_path_factory.mktemp("standins")
+    processes, found = [], {}
+    try:
+        for role in ("prefill", "decode", "aggregated"):
+            process, found[role] = engine(role, folder)
+            processes.append(process)
+        for name, arguments in (
+            ("pair", ["--prefill", found["prefill"], "--decode", found["decode"]]),
+            ("alone", ["--aggregated", found["aggregated"]]),
+        ):
+            port = free_port()
+            command = [
+                sys.executable,
+                "-m",
+                "frontend_api",
+                "--port",
+                str(port),
+                "--no-auth",
+                "--model",
+                "m",
+                *arguments,
+            ]
+            processes.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+            found[name] = f"http://127.0.0.1:{port}"
+        for role in ("prefill", "decode", "aggregated", "pair", "alone"):
+            await_ok(found[role] + "/health")
+        yield found
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(20)
+
+
+def client(url: str) -> OpenAI:
+    return OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
+
+
+def metric(url: str, name: str) -> float:
+    text = httpx.get(url + "/metrics").text
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+
+
+LONG = "word " * 200
+
+
+def test_chat_is_the_same_disaggregated_streamed_and_aggregated(urls: dict[str, str]) -> None:
+    local = "vllm:prompt_tokens_by_source_total{"
+    moved = metric(urls["decode"], "vllm:nixl_bytes_transferred_sum")
+    answers = []
+    for url in (urls["pair"], urls["alone"]):
+        chat = client(url).chat.completions
+        messages = [{"role": "user", "content": LONG}]
+        whole = chat.create(model="m", messages=messages, max_tokens=12, temperature=0)  # type: ignore[arg-type]
+        stream = chat.create(
+            model="m",
+            messages=messages,
+            max_tokens=12,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )  # type: ignore[call-overload]
+        chunks = list(stream)
+        text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        assert text == whole.choices[0].message.content
+        assert whole.usage is not None
+        assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 12
+        answers.append((text, whole.usage.prompt_tokens))
+    assert answers[0] == answers[1]
+    assert metric(urls["decode"], "vllm:nixl_bytes_transferred_sum") > moved
+    text = httpx.get(urls["decode"] + "/metrics").text
+    computed = [float(v.split()[-1]) for v in text.splitlines() if v.startswith(local) and "local_compute" in v]
+    assert sum(computed) == 0
+
+
+def test_text_completions_and_a_list_of_prompts(urls: dict[str, str]) -> None:
+    for prompt in (LONG, [LONG, "other " * 150]):
+        texts = []
+        for url in (urls["pair"], urls["alone"]):
+            got = client(url).completions.create(model="m", prompt=prompt, max_tokens=8, temperature=0)
+            texts.append([choice.text for choice in got.choices])
+        assert texts[0] == texts[1]
+        assert len(texts[0]) == (1 if isinstance(prompt, str) else 2)
+
+
+def test_responses_and_messages(urls: dict[str, str]) -> None:
+    responses = client(urls["pair"]).responses
+    whole = responses.create(model="m", input=LONG, max_output_tokens=8)
+    assert whole.output_text
+    events = [event.type for event in responses.create(model="m", input=LONG, max_output_tokens=8, stream=True)]
+    assert events[-1] == "response.completed"
+    body = {"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": LONG}]}
+    for stream in (False, True):
+        reply = httpx.post(
+            urls["pair"] + "/v1/messages", json={**body, "stream": stream}, headers={"x-tandem-explain": "1"}
+        )
+        assert (reply.status_code, reply.headers["x-tandem-prefill"]) == (200, "prefill-0")
+        assert ("message_stop" in reply.text) is stream
+        assert "transfer_params" not in reply.text
+
+
+def test_errors_as_the_library_sees_them(urls: dict[str, str]) -> None:
+    chat = client(urls["pair"]).chat.completions
+    with pytest.raises(NotFoundError) as unknown:
+        chat.create(model="no-such", messages=[])
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(BadRequestError) as forged:
+        chat.create(
+            model="m",
+            messages=[{"role": "user", "content": "x"}],
+            extra_body={"kv_transfer_params": {"remote_host": "x"}},
+        )
+    assert forged.value.param == "kv_transfer_params"
+    with pytest.raises(BadRequestError):  # the engine's own refusal
+        chat.create(model="m", messages=[{"role": "user", "content": "w " * 50_000}], max_tokens=4)
+
+
+def test_models_and_tokenize(urls: dict[str, str]) -> None:
+    api = client(urls["pair"])
+    assert [model.id for model in api.models.list()] == ["m"]
+    assert api.models.retrieve("m").id == "m"
+    assert httpx.post(urls["pair"] + "/tokenize", json={"model": "m", "prompt": "one two"}).json()["count"] > 0
