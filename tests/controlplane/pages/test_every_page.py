@@ -198,3 +198,27 @@ def test_the_list_filters_and_sorts() -> None:
     lines = client.get("/deployments/?sort=status").context["lines"]
     assert lines[0].look.word == "Degraded"
     assert client.get("/deployments/?sort=name&down=1").context["lines"][0].row.deployment.name == "tenant-029"
+
+
+def test_an_unknown_address_is_a_page_of_ours() -> None:
+    nobody = Client().get("/nonsense/")
+    assert (nobody.status_code, "There is no page" in nobody.content.decode()) == (404, True)
+    known = signed_in("viewer").get("/nonsense/")
+    assert (known.status_code, "Deployments</a>" in known.content.decode()) == (404, True)
+
+
+def test_a_stale_form_says_to_reload() -> None:
+    client = Client(enforce_csrf_checks=True)
+    client.force_login(User.objects.create_superuser("root", password="x" * 20))
+    part = client.post("/keys/create/", {"name": "ci"}, headers={"HX-Request": "true"})
+    assert (part.status_code, part.headers["HX-Retarget"]) == (403, "#messages")
+    assert "Reload it and try again" in part.content.decode()
+    assert "Reload it" in Client(enforce_csrf_checks=True).post("/login/", {}).content.decode()
+
+
+def test_a_crash_is_a_page_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = signed_in("viewer")
+    client.raise_request_exception = False
+    monkeypatch.setattr("controlplane.dashboards.fleet.tiles", lambda *_: 1 / 0)
+    answer = client.get("/")
+    assert (answer.status_code, "defect of Tandem" in answer.content.decode()) == (500, True)
