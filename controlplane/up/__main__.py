@@ -130,7 +130,15 @@ class Up:
         self.supervisor.start(text, self.environment)
 
     def revive(self) -> None:
-        """Supervisord itself is gone: everything anew, the engines stay."""
+        """Supervisord does not answer. When it is gone: everything anew, the engines stay.
+
+        Raises `Conflict` when this state folder is not ours any more: two would end each other's programs for ever.
+        """
+        if not self.state.locked:
+            raise Conflict(f"The state folder {self.state.home} was removed while Tandem ran on it.")
+        if self.supervisor.alive():
+            return
+        self.screen.problem("The process supervisor ended unexpectedly; everything is started again.")
         self.supervisor.sweep(self.programs, engines_stay=True)
         self.supervise()
         for program in self.programs:
@@ -242,6 +250,7 @@ class Up:
     def stop(self) -> None:
         """Everything down in order, told line by line; at once when asked a second time."""
         if not self.state.locked:
+            self.supervisor.abandon()
             return
         screen, stay = self.screen, self.config.keep_engines
         try:

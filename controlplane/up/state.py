@@ -89,8 +89,13 @@ class StateFolder:
 
     @property
     def locked(self) -> bool:
-        """Whether this process is the one."""
-        return self._lock is not None
+        """Whether this process is the one. No longer so when the folder was removed below it, and perhaps made again."""
+        if self._lock is None:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self._lock), os.stat(self.run / "lock"))
+        except FileNotFoundError:
+            return False
 
     def unlock(self) -> None:
         if self._lock is not None:

@@ -28,13 +28,13 @@ class Watch:
         supervisor: Supervisor,
         programs: tuple[Program, ...],
         screen: Screen,
-        revive_all: Callable[[], None],
+        on_silence: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._supervisor = supervisor
         self._programs = programs
         self._screen = screen
-        self._revive_all = revive_all
+        self._on_silence = on_silence
         self._clock = clock
         self._seen: dict[str, Process] = {}
         self._ends: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=OFTEN))
@@ -51,15 +51,16 @@ class Watch:
         self.look()
 
     def look(self) -> None:
-        """One step: gather what supervisord says, tell what changed, start again what was given up."""
-        if not self._supervisor.alive():
-            self._screen.problem("The process supervisor ended unexpectedly; everything is started again.")
-            self._seen.clear()
-            self._revive_all()
+        """One step: gather what supervisord says, tell what changed, start again what was given up.
+
+        When supervisord says nothing, `on_silence` decides; what it raises is raised here.
+        """
         try:
             processes = {p.name: p for p in self._supervisor.processes()}
         except OSError:
-            return  # it ends just now: the next look tells
+            self._seen.clear()
+            self._on_silence()
+            return
         for name, process in processes.items():
             self._tell(self._seen.get(name), process)
             self._revive(process)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,22 @@ def test_the_lock_ends_with_its_process_and_is_not_inherited(tmp_path: Path) -> 
         state.unlock()
     finally:
         os.kill(child, 9)
+
+
+def test_a_lock_on_a_removed_folder_is_none(tmp_path: Path) -> None:
+    """Else two would believe to be the one, and end each other's programs."""
+    first, second = StateFolder(tmp_path / "home"), StateFolder(tmp_path / "home")
+    first.prepare()
+    first.lock()
+    assert first.locked
+    shutil.rmtree(tmp_path / "home")
+    assert not first.locked
+    second.prepare()
+    second.lock()
+    assert second.locked
+    assert not first.locked
+    first.unlock()
+    second.unlock()
 
 
 def test_a_write_replaces_whole_files(tmp_path: Path) -> None:
