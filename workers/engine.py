@@ -7,7 +7,6 @@ a port was snatched away before the engine could bind it) and never decides whet
 from __future__ import annotations
 
 import logging
-import os
 import random
 import re
 import signal
@@ -26,7 +25,7 @@ from workers.pairs import PairProver
 from workers.ports import is_free, numbers
 from workers.probe import EngineClient, Identity, Unanswered
 from workers.process import EngineProcess, boot_id, sweep
-from workers.record import LOG, EngineRecord, Records, open_appending
+from workers.record import EngineRecord, Records, note, tail
 
 log = logging.getLogger(__name__)
 
@@ -317,23 +316,16 @@ class EngineRun:
             log.error("%s: its record cannot be written: %s", self.assignment.engine, error.strerror)
 
     def _note(self, text: str) -> None:
-        """A line of the agent's in the engine's log, so that the log also tells what came before and after the process."""
         log.info("%s #%d: %s", self.assignment.engine, self.assignment.attempt, text)
         try:
-            with open_appending(self.folder / LOG) as file:
-                file.write(f"[tandem] {text}\n".encode())
+            note(self.folder, text)
         except OSError as error:
             log.error("%s: its log cannot be written: %s", self.assignment.engine, error.strerror)
 
     def _lost_a_port(self) -> bool:
-        return "address already in use" in self._last_words(4096).lower() or not all(
+        return "address already in use" in tail(self.folder, 4096).lower() or not all(
             is_free(self._record.address, port) for port in numbers(self._record.ports)
         )
-
-    def _last_words(self, size: int) -> str:
-        with (self.folder / LOG).open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - size))
-            return file.read().decode(errors="replace")
 
     def _obituary(self, process: EngineProcess) -> str:
         code = process.exit_code
@@ -344,7 +336,7 @@ class EngineRun:
         if code < 0:
             guard = " (perhaps for want of memory: see the system's log)" if code == -signal.SIGKILL else ""
             return f"Ended by signal {-code}, {signal.Signals(-code).name}{guard}."
-        words = [line.strip() for line in self._last_words(2048).splitlines() if line.strip()]
+        words = [line.strip() for line in tail(self.folder, 2048).splitlines() if line.strip()]
         said = words[-1].replace(self.assignment.secret, "[secret]")[:200] if words else ""
         return f"Ended by itself with exit code {code}" + (f", saying: {said}" if said else ".")
 

@@ -62,6 +62,19 @@ def open_appending(path: Path) -> IO[bytes]:
     return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
 
 
+def note(folder: Path, text: str) -> None:
+    """A line of the agent's own in an attempt's log, so that it also tells what came before and after the process."""
+    with open_appending(folder / LOG) as file:
+        file.write(f"[tandem] {text}\n".encode())
+
+
+def tail(folder: Path, size: int) -> str:
+    """The last `size` bytes of an attempt's log."""
+    with (folder / LOG).open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+        return file.read().decode(errors="replace")
+
+
 def private_folder(path: Path) -> Path:
     """The folder, made with its parents; only the owner may enter it."""
     path.mkdir(parents=True, exist_ok=True)

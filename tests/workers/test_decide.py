@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from controlplane.fleet.model import EngineAssignment, Peer
 from controlplane.fleet.wire import NodePlan
 from tests.workers.conftest import assignment
-from workers.agent import Action, Forget, Held, Kill, Start, Stop, Update, decide
+from workers.decide import Action, Forget, Held, Kill, Start, Stop, Update, decide
 
 GRACE = 20.0
 A1, A2, B1 = assignment("a"), assignment("a", attempt=2), assignment("b")
