@@ -252,6 +252,29 @@ async def test_an_abort_during_a_pull_frees_the_blocks_when_the_pull_is_over() -
         assert decode.load() == (0, 0)
 
 
+async def test_kv_use_returns_to_nothing_after_a_storm_of_aborts() -> None:
+    chance = random.Random(11)
+    async with running(of(Role.PREFILL, lease_seconds=0.05)) as prefill, running(of(Role.DECODE)) as decode:
+
+        async def client(prompt: list[int]) -> None:
+            engine, params = prefill, KEEP
+            for leg in range(2):
+                generation = Generation(engine, "r", job(prompt, params, 1 if leg == 0 else 30))
+                task = asyncio.create_task(generation.choices())
+                for _ in range(chance.randrange(60)):
+                    await asyncio.sleep(0)
+                generation.abort()
+                await task
+                engine, params = decode, generation.kv_transfer_params or {}
+
+        await asyncio.gather(*(client(prompt) for prompt in prompts(150, 60)))
+        await until(lambda: prefill.pool.usage == decode.pool.usage == 0)
+        assert prefill.load() == decode.load() == (0, 0)
+        endings = decode.metrics.request_success.values
+        assert endings['finished_reason="abort"'] > 0
+        assert endings['finished_reason="error"'] == 0
+
+
 async def test_a_waiting_request_keeps_its_lease_alive_until_it_leaves() -> None:
     beats: asyncio.Queue[list[str]] = asyncio.Queue()
     done: asyncio.Queue[str] = asyncio.Queue()
