@@ -50,7 +50,7 @@ def test_a_plan_becomes_engines_that_really_answer(node: Node) -> None:
         assert (one.engine, one.attempt) == (engine.engine, 1)
         assert one.version == "0.32.0"
         assert one.max_model_len
-        assert one.block_size == 128
+        assert one.block_size == 16
         assert one.kv_events is True
         assert one.load is not None
         assert one.load.generated_tokens > 0, "a real completion came first"
