@@ -2,7 +2,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help up test check bench soak clean product dev parts postgres
+.PHONY: help up test check bench soak clean product dev parts
 
 # Any Python from 3.11 on; name one yourself with `make up PYTHON=/path/to/python`.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
@@ -22,7 +22,7 @@ up: product ## serve a real model, disaggregated (RUNTIME=sim: stand-in engines,
 test: dev parts ## checks and tests, real vLLM and NIXL included, as CI does
 	@$(MAKE) --no-print-directory check
 	$(RUN) -m pytest --maxfail=10 -m "not real and not gpu" $(SUITE)
-	@$(MAKE) --no-print-directory postgres
+	$(RUN) tests/controlplane/postgres.py $(RUN) -m pytest --maxfail=10 tests/controlplane
 	$(RUN) -m pytest --maxfail=10 -m "real$$(command -v nvidia-smi >/dev/null && echo ' or gpu')" tests
 
 check: dev ## ruff, mypy, import rules, missing migrations
