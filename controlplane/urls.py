@@ -2,6 +2,8 @@
 
 from django.urls import include, path
 
+handler404 = "controlplane.dashboards.errors.not_found"
+
 urlpatterns = [
     path("api/", include("controlplane.api.urls")),
     path("", include("controlplane.dashboards.urls")),

@@ -22,7 +22,7 @@ from controlplane.nodes.presence import Presence
 from controlplane.nodes.queries import NodeRow
 
 MOST_DOTS = 24
-MOST_CARDS = 60
+MOST_CARDS = 24
 
 
 class MiniLane(NamedTuple):
@@ -60,7 +60,7 @@ class Tile(NamedTuple):
 def minis(rows: Sequence[DeploymentRow]) -> list[Mini]:
     """The small pictures, drawn to one scale."""
     pictures = [_mini(row) for row in rows]
-    scale = figures.widths([p.link.bytes_moved if p.link else None for p in pictures], widest=9.0)
+    scale = figures.widths([p.link.bytes_moved if p.link else None for p in pictures], widest=6.0)
     return [p._replace(width=width) for p, width in zip(pictures, scale, strict=True)]
 
 

