@@ -5,6 +5,7 @@ The programs are started by the commands `make up` uses, but without its supervi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from tests.conftest import RedisServer, free_port
 
@@ -120,6 +122,10 @@ class Site:
                     self.stop(name)
                 except subprocess.TimeoutExpired:
                     self.kill(name)
+        for process in psutil.process_iter():  # an agent that was told to keep its engines has kept them
+            with contextlib.suppress(psutil.Error):
+                if self.home / "agents" in Path(process.cwd()).parents:
+                    process.kill()
         self.redis.stop()
         self.api.close()
 
