@@ -372,12 +372,13 @@ class _Step:
 
 def proofs_of(engines: Mapping[str, EngineRecord]) -> dict[tuple[Incarnation, Incarnation], bool]:
     """Every transfer that was tried, by the two processes it was tried between: told by the decode side."""
-    return {
-        (Incarnation(pair.prefill, pair.prefill_attempt), engine.incarnation): pair.ok
-        for engine in engines.values()
-        if engine.observation is not None
-        for pair in engine.observation.pairs
-    }
+    proofs: dict[tuple[Incarnation, Incarnation], bool] = {}
+    for engine in engines.values():
+        if engine.observation is not None:
+            decode = engine.incarnation
+            for pair in engine.observation.pairs:
+                proofs[(Incarnation(pair.prefill, pair.prefill_attempt), decode)] = pair.ok
+    return proofs
 
 
 def _progress(seen: Observation, state: State) -> str:
