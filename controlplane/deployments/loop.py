@@ -55,7 +55,6 @@ def one_step(now: datetime, publisher: Publisher) -> bool:
             found = publisher.read_reports([node.name for node in nodes])
             routers = publisher.router_statuses()
             stored_version = publisher.snapshot_version()
-            publisher.ensure_node_users({node.name: node.redis_digest for node in nodes if node.redis_digest})
         except Unavailable as error:
             log.warning("step skipped: %s", error)
             return False
@@ -80,6 +79,7 @@ def one_step(now: datetime, publisher: Publisher) -> bool:
         if version != stored_version:
             _publish_snapshot(publisher, replace(fresh, version=version, made_at=now.timestamp()))
         _send_plans(publisher, to_send, now)
+        _let_agents_in(publisher, nodes)
         _push(publisher, _topics(decision, gathered, changed_nodes))
     return True
 
@@ -157,6 +157,13 @@ def _send_plans(publisher: Publisher, to_send: list[NodePlan], now: datetime) ->
         sent.append(plan.node)
     if sent:
         Node.objects.filter(name__in=sent).update(plan_sent_at=now)
+
+
+def _let_agents_in(publisher: Publisher, nodes: Iterable[Node]) -> None:
+    try:
+        publisher.ensure_node_users({node.name: node.redis_digest for node in nodes if node.redis_digest})
+    except Unavailable as error:
+        log.warning("Redis users of nodes were not seen to: %s", error)
 
 
 def _publish_snapshot(publisher: Publisher, fresh: FleetSnapshot) -> None:

@@ -10,7 +10,7 @@ from math import inf
 from typing import Any
 
 import msgspec
-from django.db.models import Q
+from django.db.models import OuterRef, Q, Subquery
 from msgspec.structs import replace
 
 from controlplane.access.models import ApiKey
@@ -55,16 +55,17 @@ def gather(
     """Everything that `decide` needs, as of now."""
     reports = {name: report for name, report in reports.items() if name in nodes and not is_stale(nodes[name], report)}
     resumed = lease.resumed_at or now
-    revisions = list(Revision.objects.select_related("deployment").order_by("number"))
-    newest = {revision.deployment_id: revision.number for revision in revisions}
-    specs = {(r.deployment.name, r.number): spec_of(r.spec) for r in revisions}
+    rows = list(Engine.objects.select_related("deployment", "revision", "node"))
+    newest = _newest_revisions()
+    revisions = {(r.deployment.name, r.number): r for r in newest.values()}
+    revisions |= {(row.deployment.name, row.revision.number): row.revision for row in rows}
     deployments = list(Deployment.objects.all())
-    stored, engines = _engine_records(reports)
+    stored, engines = _engine_records(rows, reports)
     world = World(
         nodes={name: _node_record(node, reports.get(name), resumed, now) for name, node in nodes.items()},
-        deployments={d.name: deployment_record(d, newest[d.pk]) for d in deployments if d.pk in newest},
+        deployments={d.name: deployment_record(d, newest[d.pk].number) for d in deployments if d.pk in newest},
         engines=engines,
-        specs=specs,
+        specs={which: spec_of(revision.spec) for which, revision in revisions.items()},
         routers=tuple(routers),
         steady=(now - resumed).total_seconds() >= GRACE,
     )
@@ -74,7 +75,7 @@ def gather(
         nodes=dict(nodes),
         reports=reports,
         deployment_ids={d.name: d.pk for d in deployments},
-        revision_ids={(r.deployment.name, r.number): r.pk for r in revisions},
+        revision_ids={which: revision.pk for which, revision in revisions.items()},
         keys=_keys(now),
         published=Published.objects.get_or_create(name=SNAPSHOT)[0],
     )
@@ -134,10 +135,18 @@ def _node_record(node: Node, report: NodeReport | None, resumed: datetime, now: 
     return NodeRecord(node.name, facts, node.cordoned, silent, took)
 
 
-def _engine_records(reports: Mapping[str, NodeReport]) -> tuple[dict[str, EngineRecord], dict[str, EngineRecord]]:
+def _newest_revisions() -> dict[int, Revision]:
+    of_same = Revision.objects.filter(deployment=OuterRef("deployment")).order_by("-number")
+    found = Revision.objects.select_related("deployment").filter(number=Subquery(of_same.values("number")[:1]))
+    return {revision.deployment_id: revision for revision in found}
+
+
+def _engine_records(
+    rows: Iterable[Engine], reports: Mapping[str, NodeReport]
+) -> tuple[dict[str, EngineRecord], dict[str, EngineRecord]]:
     """The engines as stored, and as the newest reports show them. Only what its own node says of its own attempt counts."""
     seen = {(name, o.engine, o.attempt): o for name, report in reports.items() for o in report.engines}
-    stored = {row.id: engine_record(row) for row in Engine.objects.select_related("deployment", "revision", "node")}
+    stored = {row.id: engine_record(row) for row in rows}
     now = dict(stored)
     for engine in stored.values():
         if (found := seen.get((engine.node or "", engine.id, engine.attempt))) is not None:

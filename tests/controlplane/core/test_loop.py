@@ -676,7 +676,6 @@ def test_what_could_not_be_sent_is_sent_at_the_next_step(fleet: Fleet, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(fleet.publisher, "snapshot_version", away_after_the_reads)
-        patch.setattr(fleet.publisher, "ensure_node_users", lambda digests: None)
         fleet.router = None
         plans, snapshots = len(fleet.publisher.sent), len(fleet.publisher.snapshots)
         assert loop.one_step(fleet.now + timedelta(seconds=1), fleet.publisher)

@@ -13,7 +13,8 @@ from controlplane.access.models import AuditEntry
 from controlplane.access.roles import SYSTEM, Actor, Role
 from controlplane.fleet.errors import Conflict, Forbidden, InvalidInput, NotFound, Unavailable
 from controlplane.fleet.model import ForeignProcess, Runtime
-from controlplane.nodes import queries, services
+from controlplane.fleet.wire import NodeReport
+from controlplane.nodes import queries, reports, services
 from controlplane.nodes.models import Gpu, JoinToken, Node
 from controlplane.nodes.presence import Presence, presence
 from controlplane.publish import InMemoryPublisher
@@ -201,6 +202,14 @@ def test_gpus_follow_the_reports(fleet: Fleet) -> None:
     assert gpu.foreign == [{"pid": 7, "name": "train.py", "memory_bytes": 70}]
     used = gpu.memory_bytes - gpu.memory_free_bytes
     assert 0 <= used <= gpu.memory_bytes
+
+
+def test_a_node_that_was_just_removed_is_not_made_again_by_its_report() -> None:
+    node = Node.objects.create(name="a")
+    Node.objects.all().delete()
+    node.pk = 7
+    assert reports.record([node], {"a": NodeReport("a", "x", 1, 0, facts())}, now=timezone.now()) == []
+    assert not Node.objects.exists()
 
 
 def test_facts_of_another_version_are_unknown_not_fatal() -> None:
