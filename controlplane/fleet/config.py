@@ -126,6 +126,6 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$.")
         field = path.rstrip("`")
-        name = next((v.name for v in VARIABLES if v.field == field), field)
-        shown = "" if any(v.secret for v in VARIABLES if v.field == field) else f" (it is {values.get(field)!r})"
-        raise InvalidInput(f"{name}: {message}{shown}", field=name) from None
+        variable = next(v for v in VARIABLES if v.field == field)
+        shown = "" if variable.secret else f" (it is {values.get(field)!r})"
+        raise InvalidInput(f"{variable.name}: {message}{shown}. {variable.help}", field=variable.name) from None

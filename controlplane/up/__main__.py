@@ -54,6 +54,7 @@ class Up:
         self.supervisor = Supervisor(self.state)
         self.programs: tuple[Program, ...] = ()
         self.environment: dict[str, str] = {}
+        self.has_agent = False
         self.redis_url = config.redis_url
         self.web = f"http://{reachable(config.bind)}:{config.web_port}"
         self.openai = f"http://{reachable(config.bind)}:{config.openai_port}"
@@ -71,6 +72,7 @@ class Up:
                 self.supervisor.begin(program.name)
         self.answering("web", f"{self.web}/api/v1/me")
         self.screen.stage("Dashboard", self.web)
+        self.has_agent = True
         self.supervisor.begin("agent")  # now there is somebody to join
         self.answering("router", f"{self.openai}/health")
         self.screen.stage("Router", f"{self.openai}/v1")
@@ -252,7 +254,12 @@ class Up:
         if not self.state.locked:
             self.supervisor.abandon()
             return
-        screen, stay = self.screen, self.config.keep_engines
+        if not self.supervisor.started:
+            self.state.unlock()
+            return
+        screen = self.screen
+        # Engines that an earlier run kept are this run's to end only once its agent has adopted them.
+        stay = self.config.keep_engines or not self.has_agent
         try:
             if self.supervisor.alive():
                 screen.say(f"Stopping in order, {'engines go on' if stay else 'engines too'}; again: all at once.")
@@ -262,9 +269,8 @@ class Up:
             screen.problem("Ending everything at once.")
             self.supervisor.kill(engines_stay=stay)
         self.state.unlock()
-        screen.stage(
-            "Stopped", "the engines go on; the next `make up` adopts them" if stay else "nothing is left running"
-        )
+        kept = "the engines go on; the next `make up` adopts them"
+        screen.stage("Stopped", kept if self.config.keep_engines else "nothing is left running")
 
 
 def _refuse(objections: list[str]) -> None:

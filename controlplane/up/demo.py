@@ -78,7 +78,7 @@ class Demo:
         Raises `Unavailable` with the control plane's own sentence.
         """
         found = self._deployment()
-        if found is None and not may_create:
+        if (found is None and not may_create) or (found is not None and found["condition"]["status"] == "deleting"):
             return False
         if found is None or is_ours_for_another_runtime(found["document"], self._runtime):
             _checked(self._ask("PUT", f"/deployments/{NAME}", json=document(self._runtime)))

@@ -64,7 +64,7 @@ def main() -> int:
         prepared = prepare(StateFolder(config.load().home_path()))
     except DatabaseError as error:
         variable = "DATABASE_URL" if config.load().database_url else "TANDEM_HOME"
-        print(f"The database cannot be used: {error}. See {variable}.", file=sys.stderr)
+        print(f"{variable}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     print(msgspec.json.encode(prepared).decode())
     return 0

@@ -75,6 +75,10 @@ class Supervisor:
             return False
         return True
 
+    @property
+    def started(self) -> bool:
+        return self._child is not None
+
     def alive(self) -> bool:
         return self._child is not None and self._child.poll() is None
 

@@ -206,6 +206,19 @@ def test_engines_go_on_when_they_are_to_be_kept(up: MakeUp) -> None:
     assert {p.pid for p in up.processes()} == engines
 
 
+def test_a_start_that_fails_says_why_and_leaves_kept_engines_alone(up: MakeUp) -> None:
+    engines = up.engines()
+    refused = up.run(REDIS_URL="redis://:hush@127.0.0.1:1/0")
+    assert refused.returncode == 1
+    assert "REDIS_URL: the server there does not answer" in refused.stdout
+    assert "hush" not in refused.stdout + refused.stderr
+    refused = up.run(DATABASE_URL="postgres://tandem:hush@127.0.0.1:1/tandem")
+    assert refused.returncode == 1
+    assert "✗ The database was not prepared: DATABASE_URL: " in refused.stdout
+    assert "hush" not in refused.stdout + refused.stderr
+    assert {p.pid for p in up.processes()} == engines
+
+
 def test_sigterm_stops_everything_in_order_and_leaves_nothing(up: MakeUp) -> None:
     engines = up.engines()
     up.start()
