@@ -56,19 +56,21 @@ def build(
         str(runtime.python),
         *ENTRY_POINT,
         *assignment.spec.extra_args,
-        *_model(assignment.spec, runtime.kind, model_path, facts),
+        *_model(assignment.spec, runtime.kind, model_path),
         *_memory(assignment.spec, runtime.kind),
         *_sockets(assignment.spec.role, runtime.kind, address, ports),
     ]
     env = _environment(assignment.secret, runtime, address, ports)
-    env |= _cpu(cpu_threads) if runtime.kind is Runtime.CPU else _gpu(assignment.gpus)
+    env |= _cpu(cpu_threads, facts.interface) if runtime.kind is Runtime.CPU else _gpu(assignment.gpus)
     return Command(tuple(argv), env)
 
 
-def _model(spec: EngineSpec, kind: Runtime, model_path: Path, facts: NodeFacts) -> list[str]:
+def _model(spec: EngineSpec, kind: Runtime, model_path: Path) -> list[str]:
     dtype = spec.dtype
-    if dtype == "auto" and kind is Runtime.CPU and not facts.native_bf16:
-        dtype = "float32"  # emulated bfloat16 is an order of magnitude slower
+    if dtype == "auto" and kind is Runtime.CPU:
+        # Without native bfloat16 anything else is an order of magnitude slower, and a choice by node would pair engines
+        # whose KV does not fit.
+        dtype = "float32"
     argv = ["--model", str(model_path), "--served-model-name", spec.served_name, "--dtype", dtype]
     if spec.max_model_len is not None:
         argv += ["--max-model-len", str(spec.max_model_len)]
@@ -105,7 +107,7 @@ def _sockets(role: Role, kind: Runtime, address: str, ports: Ports) -> list[str]
             "enable_kv_cache_events": True,
             "publisher": "zmq",
             "endpoint": binding_endpoint(address, ports.events),
-            "replay_endpoint": f"tcp://{_host(address)}:{ports.replay}",
+            "replay_endpoint": f"tcp://{address}:{ports.replay}",
             "topic": KV_TOPIC,
         }
         argv += ["--kv-events-config", json.dumps(events)]
@@ -115,18 +117,10 @@ def _sockets(role: Role, kind: Runtime, address: str, ports: Ports) -> list[str]
 def binding_endpoint(address: str, port: int) -> str:
     """A ZMQ endpoint that vLLM's publisher *binds*, on one address only.
 
-    It binds where the text holds `*` or `::` and connects otherwise, and then every event is lost without an error. An
+    It binds where the text holds `*` or `::` and connects otherwise, and then every event is lost without an error. The
     IPv4 address is therefore written in its IPv6-mapped form; subscribers use the plain one.
     """
-    ip = ipaddress.ip_address(address)
-    text = f"::ffff:{ip}" if ip.version == 4 else ip.compressed
-    if "::" not in text:  # a full IPv6 address has nothing to shorten, but a zero group may be written as `::` nowhere
-        raise ValueError(f"{address}: KV events need an IPv4 address, or an IPv6 address with a `::` in it")
-    return f"tcp://[{text}]:{port}"
-
-
-def _host(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
+    return f"tcp://[::ffff:{ipaddress.IPv4Address(address)}]:{port}"
 
 
 def _environment(secret: str, runtime: EngineRuntime, address: str, ports: Ports) -> dict[str, str]:
@@ -151,15 +145,19 @@ def _environment(secret: str, runtime: EngineRuntime, address: str, ports: Ports
     return env
 
 
-def _cpu(threads: int) -> dict[str, str]:
-    return {
+def _cpu(threads: int, interface: str) -> dict[str, str]:
+    env = {
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": str(threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines of one node share its cores
     }
+    if interface:
+        env["UCX_NET_DEVICES"] = interface  # UCX would else listen on the addresses of all interfaces
+    return env
 
 
 def _gpu(gpus: tuple[int, ...]) -> dict[str, str]:
+    # UCX chooses its devices itself here: NVLink, RDMA cards and networks are not bound to the node's address.
     return {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order in which the agent counted them
         "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in gpus),

@@ -96,10 +96,22 @@ def read_facts(
         disk_free_bytes=_disk_free(disk),
         gpus=gpus,
         native_bf16=has_native_bf16(Path("/proc/cpuinfo").read_text()),
+        interface=interface_of(address),
         driver=driver,
         agent_version=agent_version(),
         runtimes=runtimes(gpus),
     )
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has this address, or empty. Every 127.x.y.z belongs to the loopback interface."""
+    for name, addresses in psutil.net_if_addrs().items():
+        for own in addresses:
+            if own.family is not socket.AF_INET:
+                continue
+            if own.address == address or (_is_loopback(own.address) and _is_loopback(address)):
+                return name
+    return ""
 
 
 def container_limit(path: Path, *, otherwise: int) -> int:

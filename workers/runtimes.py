@@ -23,7 +23,7 @@ from workers.cache_folder import Progress, Site, StepFailed, clean_environment, 
 
 _HERE = Path(__file__).parent
 LOCKS = {Runtime.CPU: _HERE / "runtime_locks" / "cpu.txt", Runtime.GPU: _HERE / "runtime_locks" / "gpu.txt"}
-PLUGIN = _HERE / "nixl_idle"
+PLUGIN = _HERE / "idle_plugin"
 UV = "uv==0.13.9"
 """Knows where PyTorch publishes its CPU builds; asked when pip finds none."""
 
@@ -101,7 +101,7 @@ def digest(kind: Runtime) -> str:
     """Short name of all that decides what a runtime holds: lock, plugin, Python version, processor."""
     parts = [LOCKS[kind].read_bytes(), platform.machine().encode(), repr(sys.version_info[:2]).encode()]
     if kind is Runtime.CPU:
-        parts += [(PLUGIN / name).read_bytes() for name in ("pyproject.toml", "tandem_nixl_idle.py")]
+        parts += [(PLUGIN / name).read_bytes() for name in ("pyproject.toml", "tandem_idle.py")]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
 
 
@@ -155,10 +155,10 @@ class _Installer:
         self._run("PyTorch", [*uv, "--no-deps", requirement], share=(0.06, 0.25))
 
     def plugin(self) -> None:
-        source = self._scratch / "nixl_idle"  # building writes beside the source, which may be read-only or shared
+        source = self._scratch / "idle_plugin"  # building writes beside the source, which may be read-only or shared
         shutil.copytree(PLUGIN, source, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
         arguments = ("--no-deps", "--no-index", "--no-build-isolation", str(source))
-        self.pip("the NIXL plugin", *arguments, share=(0.9, 0.95))
+        self.pip("the idle plugin", *arguments, share=(0.9, 0.95))
 
     def check(self, lock: dict[str, str]) -> None:
         """That the parts load, before anybody waits for an engine that cannot start."""

@@ -81,6 +81,8 @@ class NodeFacts(Struct, frozen=True):
     gpus: tuple[GpuFacts, ...] = ()
     native_bf16: bool = False
     """The CPU multiplies bfloat16 in hardware; without it float32 is an order of magnitude faster."""
+    interface: str = ""
+    """The network interface that has `address`; empty: not known."""
     driver: str = ""
     agent_version: str = ""
     runtimes: tuple[Runtime, ...] = (Runtime.SIM,)
