@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from django.contrib import messages
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import redirect
+from django.urls import reverse
 from django.utils import timezone
 from django.views.decorators.http import require_GET, require_POST
 
@@ -19,7 +20,7 @@ from controlplane.dashboards.page import is_htmx, page, signed_in
 from controlplane.deployments import queries, services
 from controlplane.deployments.models import Revision
 from controlplane.deployments.queries import DeploymentRow
-from controlplane.fleet.errors import InvalidInput
+from controlplane.fleet.errors import Conflict, InvalidInput
 from controlplane.fleet.model import Role
 from controlplane.nodes import queries as nodes
 
@@ -204,12 +205,58 @@ def events(request: HttpRequest, name: str) -> HttpResponse:
     return tab_page(request, row, "events", "deployments/events_live.html", events=rows, older=older, before=before)
 
 
+class Changes(NamedTuple):
+    """What a changed document would do, or why it cannot be."""
+
+    applied: services.Applied | None
+    error: str = ""
+
+
+def _settings(request: HttpRequest, row: DeploymentRow, text: str, changes: Changes | None = None) -> HttpResponse:
+    return tab_page(request, row, "settings", "deployments/head_live.html", yaml=text, changes=changes)
+
+
 @signed_in
 @require_GET
 def settings(request: HttpRequest, name: str) -> HttpResponse:
     """Routing policy, the document as YAML, and the end of it."""
     row = queries.deployment_row(name)
-    return tab_page(request, row, "settings", "deployments/head_live.html", yaml=form.yaml_of(row.deployment.intent))
+    return _settings(request, row, form.yaml_of(row.deployment.intent))
+
+
+@signed_in
+@require_POST
+def change_document(request: HttpRequest, name: str) -> HttpResponse:
+    """Tell what the written document would change (`step` preview), or make it so (`step` apply).
+
+    The change is meant for the generation the reader saw: one that came between is a conflict, not lost.
+    """
+    actor = actor_of(request)
+    text = request.POST.get("yaml", "")
+    generation = request.POST.get("generation", "")
+    preview = request.POST.get("step") != "apply"
+    try:
+        document = form.parse_yaml(text)
+        if document.get("name", name) != name:
+            raise InvalidInput(
+                f"name: this page changes {name}; a document of another name is another deployment", field="name"
+            )
+        if not generation.isdigit():
+            raise InvalidInput("generation: reload the page", field="generation")
+        applied = services.apply(
+            actor=actor, document={"name": name, **document}, generation=int(generation), dry_run=preview
+        )
+    except (InvalidInput, Conflict) as error:
+        changes = Changes(None, error.message)
+    else:
+        if not preview:
+            messages.success(request, f"{name} is changed; what runs follows.", extra_tags="link")
+            target = reverse("deployment-settings", args=[name])
+            return HttpResponse(status=204, headers={"HX-Redirect": target}) if is_htmx(request) else redirect(target)
+        changes = Changes(applied)
+    if is_htmx(request):
+        return page(request, "deployments/changes.html", {"changes": changes})
+    return _settings(request, queries.deployment_row(name), text, changes)
 
 
 @signed_in

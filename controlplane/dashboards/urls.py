@@ -24,6 +24,7 @@ urlpatterns = [
     path("deployments/<slug:name>/events/", deployments.events, name="deployment-events"),
     path("deployments/<slug:name>/settings/", deployments.settings, name="deployment-settings"),
     path("deployments/<slug:name>/export/", deployments.export, name="deployment-export"),
+    path("deployments/<slug:name>/document/", deployments.change_document, name="deployment-document"),
     path("deployments/<slug:name>/routing/", deployments.routing, name="deployment-routing"),
     path("deployments/<slug:name>/delete/", deployments.delete, name="deployment-delete"),
     path("nodes/", nodes.nodes, name="nodes"),

