@@ -28,14 +28,31 @@ MAX_REPLICAS = 200
 
 MANAGED_ARGUMENTS = frozenset(
     {
-        "--model", "--served-model-name", "--host", "--port", "--uds", "--api-key", "--kv-transfer-config",
-        "--kv-events-config", "--enable-prompt-tokens-details", "--dtype", "--tensor-parallel-size", "-tp",
-        "--gpu-memory-utilization", "--max-model-len", "--max-num-batched-tokens", "--block-size", "--config",
-        "--kv-cache-memory-bytes", "--data-parallel-size", "-dp", "--pipeline-parallel-size", "-pp", "--headless",
-        "--api-server-count", "-asc", "--ssl-keyfile", "--ssl-certfile", "--root-path", "--enable-scale-out",
+        # what is served, and where
+        "--model", "--served-model-name", "--host", "--port", "--uds", "--grpc", "--grpc-port", "--root-path",
+        "--headless", "--api-server-count", "-asc", "--config", "--help", "-h", "--tokens-only", "--enable-scale-out",
+        "--middleware", "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers",
+        "--enable-ssl-refresh", "--disable-uvicorn-access-log",
+        # secrets: an argv is world-readable
+        "--api-key", "--hf-token",
+        # KV transfer and events, and the figures that prove them
+        "--kv-transfer-config", "--kv-events-config", "--ec-transfer-config", "--ec-manager-config",
+        "--kv-offloading-size", "--kv-offloading-backend", "--enable-prompt-tokens-details", "--disable-log-stats",
+        # size and numbers
+        "--dtype", "--max-model-len", "--max-num-batched-tokens", "--block-size", "--kv-cache-memory-bytes",
+        "--gpu-memory-utilization", "--device-memory-utilization",
+        # one engine is one process group on the GPUs that placement chose
+        "--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--prefill-context-parallel-size", "-pcp",
+        "--data-parallel-size", "-dp", "--data-parallel-rank", "-dpn", "--data-parallel-start-rank", "-dpr",
+        "--data-parallel-size-local", "-dpl", "--data-parallel-address", "-dpa", "--data-parallel-rpc-port", "-dpp",
+        "--data-parallel-backend", "-dpb", "--data-parallel-hybrid-lb", "-dph", "--data-parallel-external-lb", "-dpe",
+        "--data-parallel-multi-port-external-lb", "-dpm", "--data-parallel-supervisor-port", "--nnodes", "-n",
+        "--node-rank", "-r", "--master-addr", "--master-port", "--distributed-executor-backend", "--device-ids",
     }
 )  # fmt: skip
-"""vLLM options that Tandem sets itself (or that would break what it sets). Refused in `extra_args`, by name."""
+"""vLLM options that Tandem sets itself (or that would break what it sets). Refused in `extra_args`, by name, together with
+what vLLM's parser takes for them: beginnings (`--max-model`), underscores, dotted parts and negated forms. No other option
+of vLLM is the beginning of one of these (tests/real holds this to its parser)."""
 
 _SLUG = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 _SERVED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}")
@@ -186,17 +203,34 @@ def _check_pool(at: str, pool: PoolSpec) -> None:
     _check_between(f"{at}.memory_fraction", pool.memory_fraction, 0.05, 0.98)
     _check_between(f"{at}.kv_cache_bytes", pool.kv_cache_bytes, 1 << 20, 1 << 44)
     _check_between(f"{at}.max_num_batched_tokens", pool.max_num_batched_tokens, 16, 1 << 20)
-    for argument in pool.extra_args:
+    _check_extra_args(f"{at}.extra_args", pool.extra_args)
+
+
+def _check_extra_args(at: str, arguments: tuple[str, ...]) -> None:
+    if arguments and not arguments[0].startswith("-"):
+        raise InvalidInput(
+            f"{at}: {arguments[0]!r} belongs to no option; begin with one, like --max-num-seqs", field=at
+        )
+    for argument in arguments:
         if "\0" in argument:
-            raise InvalidInput(
-                f"{at}.extra_args: an argument holds a NUL character; remove it", field=f"{at}.extra_args"
-            )
+            raise InvalidInput(f"{at}: an argument holds a NUL character; remove it", field=at)
+        if not argument.startswith("-"):
+            continue
         name = argument.split("=", 1)[0]
-        if name.startswith("-") and _canonical(name) in MANAGED_ARGUMENTS:
+        if re.search(r"\s", name):
+            raise InvalidInput(f"{at}: write {argument!r} as two arguments, the option and its value", field=at)
+        if meant := managed_argument(name):
+            short = "" if meant == name else f" (vLLM reads it as {meant})"
             raise ManagedArgument(
-                f"{at}.extra_args: {name} is set by Tandem; remove it (the field of the same meaning is its place)",
-                field=f"{at}.extra_args",
+                f"{at}: {name}{short} is set by Tandem; remove it (the field of the same meaning is its place)",
+                field=at,
             )
+
+
+def managed_argument(name: str) -> str | None:
+    """The managed option that vLLM's parser would take this option for, or None."""
+    name = _canonical(name)
+    return next((managed for managed in sorted(MANAGED_ARGUMENTS) if managed.startswith(name)), None)
 
 
 def _canonical(name: str) -> str:

@@ -111,6 +111,25 @@ def test_arguments_that_tandem_sets_are_refused_in_every_spelling(managed: str) 
         assert spelling.split("=")[0] in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("short", "meant"),
+    [
+        ("--max-model", "--max-model-len"), ("--kv-tr", "--kv-transfer-config"), ("--ap", "--api-key"),
+        ("--hf-t", "--hf-token"), ("-t", "-tp"), ("--tensor_par", "--tensor-parallel-size"), ("--no-disable-log-s", "--disable-log-stats"),
+    ],
+)  # fmt: skip
+def test_beginnings_that_argparse_would_complete_are_refused(short: str, meant: str) -> None:
+    with pytest.raises(ManagedArgument, match=f"{short} .*{meant}"):
+        spec.parse(doc(pools={"prefill": {}, "decode": {"extra_args": [short, "x"]}}))
+
+
+@pytest.mark.parametrize(("arguments", "said"), [(["--seed 1"], "two arguments"), (["org/other-model"], "no option")])
+def test_a_word_that_vllm_would_take_for_the_model_is_refused(arguments: list[str], said: str) -> None:
+    with pytest.raises(InvalidInput, match=said) as caught:
+        spec.parse(doc(pools={"prefill": {}, "decode": {"extra_args": arguments}}))
+    assert caught.value.field == "pools.decode.extra_args"
+
+
 def test_other_arguments_pass() -> None:
     extra = ["--seed", "1", "--enforce-eager", "--max-num-seqs=8", "--fault", "slow"]
     parsed = spec.parse(doc(pools={"prefill": {}, "decode": {"extra_args": extra}}))
@@ -149,7 +168,7 @@ pool_documents = st.fixed_dictionaries(
         "memory_fraction": st.floats(0.05, 0.98),
         "kv_cache_bytes": st.integers(1 << 20, 1 << 44),
         "max_num_batched_tokens": st.integers(16, 1 << 20),
-        "extra_args": st.lists(st.sampled_from(["--seed", "1", "--enforce-eager"]), max_size=3),
+        "extra_args": st.lists(st.sampled_from(["--seed=1", "--enforce-eager"]), max_size=3),
     },
 )
 documents = st.fixed_dictionaries(
