@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from django.http import HttpRequest, HttpResponse
 
-from controlplane.dashboards import figures, lanes, looks, words
+from controlplane.dashboards import cards, figures, lanes, looks, words
 from controlplane.dashboards.looks import Look
 from controlplane.dashboards.page import page, signed_in
 from controlplane.dashboards.words import Quantity
@@ -146,7 +146,7 @@ def tiles(rows: Sequence[DeploymentRow], node_rows: Sequence[NodeRow]) -> tuple[
     engines = [e for row in rows for e in row.engines]
     wanted = sum(sum(row.condition.wanted.values()) for row in rows)
     ready = sum(sum(row.condition.ready.values()) for row in rows)
-    loads = [load for e in engines if (load := lanes.load_of(e))]
+    loads = [load for e in engines if (load := cards.load_of(e))]
     received = sum(load.nixl_bytes for load in loads) if loads else None
     reporting = sum(n.status is Presence.REPORTING for n in node_rows)
     return (

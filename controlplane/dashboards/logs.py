@@ -7,7 +7,7 @@ from typing import NamedTuple
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.views.decorators.http import require_GET
 
-from controlplane.dashboards import lanes, looks
+from controlplane.dashboards import cards, looks
 from controlplane.dashboards.deployments import tab_page
 from controlplane.dashboards.page import signed_in
 from controlplane.deployments import logs, queries
@@ -31,7 +31,7 @@ class Choice(NamedTuple):
         """The line under the log: how the attempt ended, or what the engine does now."""
         if not (attempt := self.ended):
             return self.engine.reason
-        how = lanes.ending(attempt.exit_code)
+        how = cards.ending(attempt.exit_code)
         return f"This attempt ended{f', {how}' if how else ''}. {attempt.reason}".strip()
 
     @property

@@ -10,7 +10,7 @@ from django.shortcuts import redirect
 from django.views.decorators.http import require_GET, require_POST
 
 from controlplane.access.actors import actor_of
-from controlplane.dashboards import lanes, looks
+from controlplane.dashboards import cards, looks
 from controlplane.dashboards.looks import Look
 from controlplane.dashboards.page import is_htmx, page, signed_in
 from controlplane.deployments import queries as deployments
@@ -81,7 +81,7 @@ def node(request: HttpRequest, name: str) -> HttpResponse:
     facts = row.facts
     placed = [
         Placed(
-            e, d.deployment.name, looks.ENGINE[e.state], lanes.sentence(e), lanes.place(e, facts.gpus if facts else ())
+            e, d.deployment.name, looks.ENGINE[e.state], cards.sentence(e), cards.place(e, facts.gpus if facts else ())
         )
         for d in deployments.deployment_rows()
         for e in d.engines

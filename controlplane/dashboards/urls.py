@@ -5,7 +5,7 @@ from __future__ import annotations
 from django.contrib.auth.views import LogoutView
 from django.urls import path
 
-from controlplane.dashboards import creating, deployments, fleet, keys, logs, nodes
+from controlplane.dashboards import changing, creating, deployments, fleet, keys, listing, logs, nodes
 from controlplane.dashboards.login import Login
 from controlplane.dashboards.page import foot_part
 
@@ -14,19 +14,19 @@ urlpatterns = [
     path("logout/", LogoutView.as_view(), name="logout"),
     path("", fleet.fleet, name="fleet"),
     path("foot/", foot_part, name="foot"),
-    path("deployments/", deployments.deployments, name="deployments"),
+    path("deployments/", listing.deployments, name="deployments"),
     path("new/", creating.new, name="deployments-new"),
     path("deployments/<slug:name>/", deployments.deployment, name="deployment"),
-    path("deployments/<slug:name>/scale/", deployments.scale, name="deployment-scale"),
+    path("deployments/<slug:name>/scale/", changing.scale, name="deployment-scale"),
     path("deployments/<slug:name>/logs/", logs.deployment_logs, name="deployment-logs"),
     path("deployments/<slug:name>/logs/more/", logs.more, name="deployment-logs-more"),
     path("deployments/<slug:name>/revisions/", deployments.revisions, name="deployment-revisions"),
     path("deployments/<slug:name>/events/", deployments.events, name="deployment-events"),
     path("deployments/<slug:name>/settings/", deployments.settings, name="deployment-settings"),
     path("deployments/<slug:name>/export/", deployments.export, name="deployment-export"),
-    path("deployments/<slug:name>/document/", deployments.change_document, name="deployment-document"),
-    path("deployments/<slug:name>/routing/", deployments.routing, name="deployment-routing"),
-    path("deployments/<slug:name>/delete/", deployments.delete, name="deployment-delete"),
+    path("deployments/<slug:name>/document/", changing.change_document, name="deployment-document"),
+    path("deployments/<slug:name>/routing/", changing.routing, name="deployment-routing"),
+    path("deployments/<slug:name>/delete/", changing.delete, name="deployment-delete"),
     path("nodes/", nodes.nodes, name="nodes"),
     path("join-token/", nodes.join_token, name="nodes-join-token"),
     path("nodes/<str:name>/", nodes.node, name="node"),

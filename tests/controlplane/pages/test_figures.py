@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controlplane.dashboards import figures, lanes, looks, words
+from controlplane.dashboards import cards, figures, looks, words
 from controlplane.dashboards.figures import THINNEST, WIDEST_LINE, Proof
 from controlplane.dashboards.templatetags.tandem import SHAPES
 from controlplane.fleet.lifecycle import State
@@ -117,4 +117,4 @@ def test_every_state_has_a_word_a_shape_and_a_tone_of_its_own() -> None:
 
 @pytest.mark.parametrize(("code", "said"), [(None, ""), (0, "exit code 0"), (1, "exit code 1"), (-9, "signal 9")])
 def test_how_a_process_ended(code: int | None, said: str) -> None:
-    assert lanes.ending(code) == said
+    assert cards.ending(code) == said

@@ -1,0 +1,90 @@
+"""What people change on a deployment's page. Each view is one service call; the page then shows what became of it."""
+
+from __future__ import annotations
+
+from django.contrib import messages
+from django.http import HttpRequest, HttpResponse
+from django.shortcuts import redirect
+from django.urls import reverse
+from django.views.decorators.http import require_POST
+
+from controlplane.access.actors import actor_of
+from controlplane.dashboards import form
+from controlplane.dashboards.deployments import Changes, overview, settings_page
+from controlplane.dashboards.page import is_htmx, page, signed_in
+from controlplane.deployments import queries, services
+from controlplane.fleet.errors import Conflict, InvalidInput
+from controlplane.fleet.model import Role
+
+
+@signed_in
+@require_POST
+def scale(request: HttpRequest, name: str) -> HttpResponse:
+    """Set one pool's replicas; answers the picture as it is now."""
+    try:
+        replicas = int(request.POST.get("replicas", ""))
+        role = Role(request.POST.get("role", ""))
+    except ValueError:
+        raise InvalidInput("replicas: give a pool and a whole number", field="replicas") from None
+    services.scale(actor=actor_of(request), name=name, role=role, replicas=replicas)
+    if is_htmx(request):
+        return overview(request, queries.deployment_row(name), only_live=True)
+    return redirect("deployment", name)
+
+
+@signed_in
+@require_POST
+def change_document(request: HttpRequest, name: str) -> HttpResponse:
+    """Tell what the written document would change (`step` preview), or make it so (`step` apply).
+
+    The change is meant for the generation the reader saw: one that came between is a conflict, not lost.
+    """
+    actor = actor_of(request)
+    text = request.POST.get("yaml", "")
+    generation = request.POST.get("generation", "")
+    preview = request.POST.get("step") != "apply"
+    try:
+        document = form.parse_yaml(text)
+        if document.get("name", name) != name:
+            raise InvalidInput(
+                f"name: this page changes {name}; a document of another name is another deployment", field="name"
+            )
+        if not generation.isdigit():
+            raise InvalidInput("generation: reload the page", field="generation")
+        applied = services.apply(
+            actor=actor, document={"name": name, **document}, generation=int(generation), dry_run=preview
+        )
+    except (InvalidInput, Conflict) as error:
+        changes = Changes(None, error.message)
+    else:
+        if not preview:
+            messages.success(request, f"{name} is changed; what runs follows.", extra_tags="link")
+            target = reverse("deployment-settings", args=[name])
+            return HttpResponse(status=204, headers={"HX-Redirect": target}) if is_htmx(request) else redirect(target)
+        changes = Changes(applied)
+    if is_htmx(request):
+        return page(request, "deployments/changes.html", {"changes": changes})
+    return settings_page(request, queries.deployment_row(name), text, changes)
+
+
+@signed_in
+@require_POST
+def routing(request: HttpRequest, name: str) -> HttpResponse:
+    """Change the routing policy: applies at once, no engine restarts."""
+    policy = {key: request.POST[key] for key in ("mode", "on_prefill_failure") if key in request.POST}
+    services.patch(actor=actor_of(request), name=name, changes={"routing": policy})
+    messages.success(
+        request, "The routing policy is changed; routers follow with their next snapshot.", extra_tags="link"
+    )
+    return redirect("deployment-settings", name)
+
+
+@signed_in
+@require_POST
+def delete(request: HttpRequest, name: str) -> HttpResponse:
+    """Delete after the name was typed: engines drain first, then the row goes."""
+    if request.POST.get("name", "") != name:
+        raise InvalidInput(f"name: type {name} to delete it", field="name")
+    services.delete(actor=actor_of(request), name=name)
+    messages.success(request, f"{name} is being deleted: its engines finish their requests first.", extra_tags="link")
+    return redirect("deployments")
