@@ -156,9 +156,9 @@ class Supervisor:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if one.name not in (ENGINE, "supervisord") and not (one.name == "agent" and engines_stay):
                     one.process.terminate()
-                    psutil.wait_procs([one.process], patience.get(one.name, 15))
+                    _await_end(one.process, patience.get(one.name, 15))
                 one.process.kill()
-                psutil.wait_procs([one.process], 5)
+                _await_end(one.process, 5)
         self._forget()
         return [name for name in dict.fromkeys(f.name for f in found) if name != ENGINE]
 
@@ -174,6 +174,14 @@ class Supervisor:
     def _forget(self) -> None:
         self.state.supervisor_socket.unlink(missing_ok=True)
         self.state.supervisor_pid.unlink(missing_ok=True)
+
+
+def _await_end(process: psutil.Process, seconds: float) -> None:
+    """Wait until it is gone, or a zombie: whose parent died is buried by init, which may take its time, or never come."""
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+            time.sleep(0.02)
 
 
 def tail(path: Path, lines: int = 12) -> list[str]:
