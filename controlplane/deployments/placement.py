@@ -61,9 +61,9 @@ class Need(Struct, frozen=True):
 class _Card(Struct):
     facts: GpuFacts
     occupants: list[tuple[str, Role, float]]
-    """(deployment, role, fraction) of our engines on it."""
+    """(deployment, role, fraction) of our engines that stay on it."""
     leaving: bool = False
-    """All its occupants are ending, or one ended a moment ago."""
+    """An engine is ending on it, or ended a moment ago: nothing is placed on it yet."""
 
     def room(self) -> float:
         """Largest fraction that one more engine may take."""
@@ -115,10 +115,9 @@ class Placer:
         if host is None:
             return
         for card in (host.cards[index] for index in engine.gpus if index in host.cards):
-            if holds:
+            if holds and engine.state not in _LEAVING:
                 card.occupants.append((engine.deployment, engine.role, engine.memory_fraction or WHOLE_FRACTION))
-                card.leaving = card.leaving or engine.state in _LEAVING
-            elif now - engine.since < SETTLE_SECONDS:
+            elif holds or now - engine.since < SETTLE_SECONDS:
                 card.leaving = True
         if holds:
             host.engines.append((engine.deployment, engine.role))
@@ -190,11 +189,8 @@ class Placer:
     @staticmethod
     def _obtainable(hosts: list[_Host]) -> int:
         """Cards that are empty, or will be when what is ending has ended."""
-        return sum(
-            card.leaving or (not card.occupants and card.room() >= SMALLEST_FRACTION)
-            for h in hosts
-            for card in h.cards.values()
-        )
+        cards = [card for host in hosts for card in host.cards.values() if not card.occupants]
+        return sum(card.leaving or card.room() >= SMALLEST_FRACTION for card in cards)
 
     @staticmethod
     def _place_shared(hosts: list[_Host], need: Need) -> Place | None:

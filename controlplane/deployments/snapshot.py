@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 
-from controlplane.deployments.decide import proofs_of
+from controlplane.deployments.draft import proofs_of
 from controlplane.deployments.world import DeploymentRecord, EngineRecord
 from controlplane.fleet import wire
 from controlplane.fleet.lifecycle import SERVING, State

@@ -165,6 +165,22 @@ def test_a_card_that_is_being_left_counts_as_obtainable_and_is_waited_for() -> N
     assert gpus_of(answers) == [("a", (0,), WHOLE_FRACTION)]
 
 
+def test_half_a_card_is_taken_again_after_a_failure_there() -> None:
+    there = (
+        engine("p", Role.PREFILL, node="a", gpus=(0,), memory_fraction=SHARED_FRACTION),
+        engine(
+            "d", Role.DECODE, node="a", gpus=(0,), memory_fraction=SHARED_FRACTION, state=State.FAILED, since=NOW - 60
+        ),
+    )
+    deployment = wanted()
+    for age in (1.0, SETTLE_SECONDS):
+        engines = [there[0], replace(there[1], since=NOW - age)]
+        placer = Placer([gpu_node("a", 1)], engines, {("m", 1): deployment}, now=NOW)
+        answer = placer.place(Need("d", "m", Role.DECODE, deployment), revision=1, pending=1)
+        assert isinstance(answer, Place) == (age >= SETTLE_SECONDS)
+    assert answer == Place("a", GPU, (0,), SHARED_FRACTION)
+
+
 def test_a_card_left_a_moment_ago_is_not_judged_by_an_old_figure() -> None:
     left = engine("x", Role.DECODE, node="a", gpus=(0,), state=State.FAILED, since=NOW - 1)
     assert isinstance(place_all([gpu_node("a", 1)], wanted(aggregated=1), (left,))[0], Waits)
