@@ -16,8 +16,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import hypothesis
 import django
+import hypothesis
 import pytest
 
 _OURS = ("REDIS_URL", "KEEP_ENGINES", "RUNTIME", "HF_TOKEN")
