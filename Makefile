@@ -30,7 +30,8 @@ check: dev ## ruff, mypy, import rules, missing migrations
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	.venv/bin/lint-imports
-	$(RUN) manage.py makemigrations --check --dry-run
+	@home=$$(mktemp -d); TANDEM_HOME=$$home $(RUN) manage.py makemigrations --check --dry-run; \
+		status=$$?; rm -rf $$home; exit $$status
 
 bench: dev ## measure the router
 	$(RUN) -m tests.bench.run
