@@ -142,8 +142,9 @@ class Placer:
             return [Runtime(need.spec.runtime)]
         if (used := self._runtimes.get((need.deployment, revision))) is not None:
             return [used]
-        best = {_best(host.node) for host in self._hosts.values()}
-        return [runtime for runtime in (Runtime.GPU, Runtime.CPU, Runtime.SIM) if runtime in best]
+        best = {_best(node) for node in self._nodes}
+        real: list[Runtime] = [runtime for runtime in (Runtime.GPU, Runtime.CPU) if runtime in best]
+        return real or [Runtime.SIM]  # never a stand-in because the real nodes are full or away
 
     def _place_on(self, runtime: Runtime, need: Need, pending: int) -> Place | None:
         hosts = [h for h in self._hosts.values() if runtime in _facts(h).runtimes]
@@ -165,7 +166,7 @@ class Placer:
         wanted = pool.memory_fraction
         if pool.tensor_parallel == 1:
             if wanted is not None:
-                return self._place_fraction(hosts, wanted, need.deployment)
+                return self._place_fraction(hosts, wanted)
             if need.spec.disaggregated and pending > self._obtainable(hosts):
                 return self._place_shared(hosts, need)
         for host in hosts:
@@ -177,7 +178,7 @@ class Placer:
         return None
 
     @staticmethod
-    def _place_fraction(hosts: list[_Host], wanted: float, deployment: str) -> Place | None:
+    def _place_fraction(hosts: list[_Host], wanted: float) -> Place | None:
         """A share the user named: an empty card if there is one, else beside others that leave room for it."""
         fits = [(h, i) for h in hosts for i, c in sorted(h.cards.items()) if c.room() >= wanted]
         fits.sort(key=lambda fit: len(fit[0].cards[fit[1]].occupants))

@@ -118,6 +118,15 @@ def test_a_stand_in_node_takes_none_of_auto_while_a_real_one_is_there() -> None:
     assert {a.node for a in place_all(nodes, wanted(prefill=3, decode=3)) if isinstance(a, Place)} == {"b"}
 
 
+@pytest.mark.parametrize(
+    "real", [node("b", facts(runtimes=(CPU,), memory=GIB)), node("b", facts(runtimes=(CPU,)), silent_seconds=99.0)]
+)
+def test_a_stand_in_never_steps_in_for_real_nodes_that_are_full_or_away(real: NodeRecord) -> None:
+    answer = place_all([node("a", facts(runtimes=(SIM,))), real], wanted())[0]
+    assert isinstance(answer, Waits)
+    assert answer.reason.startswith("Waits for a node with room (cpu): a runs sim; b ")
+
+
 # -- GPUs
 
 
