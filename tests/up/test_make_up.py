@@ -41,6 +41,7 @@ class MakeUp:
             "TANDEM_OPENAI_PORT": str(self.openai_port),
             "TANDEM_ENGINE_PORTS": f"{low}-{low + 4000}",
             "RUNTIME": "sim",
+            "HF_TOKEN": "hf-hush",
         }
         self.process: subprocess.Popen[bytes] | None = None
         self.output = folder / "out"
@@ -143,12 +144,19 @@ def test_no_secret_is_in_an_argument_vector_or_a_log(up: MakeUp) -> None:
         (up.state.home / "secret_key").read_text()
     ]
     secrets += re.findall(r"password (\S{20,})", up.output.read_text())
-    secrets = [secret for secret in secrets if secret]
+    secrets = [secret for secret in [*secrets, "hf-hush"] if secret]
     assert len(secrets) >= 6
     told = [" ".join(p.cmdline()) for p in up.processes()]
     told += [path.read_text(errors="replace") for path in up.state.logs.iterdir()]
     told += [up.state.supervisor_config.read_text()]
     assert not [secret for secret in secrets for text in told if secret in text]
+
+
+def test_only_the_agent_and_its_supervisor_hold_the_hubs_token(up: MakeUp) -> None:
+    holders = [" ".join(p.cmdline()) for p in up.processes() if p.environ().get("HF_TOKEN")]
+    assert sorted("agent" if "workers --join" in argv else argv.split()[2] for argv in holders) == [
+        "agent", "supervisor.supervisord",
+    ]  # fmt: skip
 
 
 def test_every_file_of_the_state_folder_is_the_owners_alone(up: MakeUp) -> None:
