@@ -50,7 +50,7 @@ class Card:
     trouble: str
     attempt: int
     ending: str
-    """`exit code 1`, `signal 9`, or empty."""
+    """`exit code 1`, `signal 9`; empty where the sentence says it already, or nothing is known."""
     command: str
 
 
@@ -107,7 +107,7 @@ def card(row: EngineRow, node: NodeRow | None) -> Card:
         progress=seen.progress if seen and row.state in (State.INSTALLING, State.FETCHING, State.STARTING) else None,
         trouble=text if failed else "",
         attempt=row.engine.attempt,
-        ending=ending(seen.exit_code) if seen else "",
+        ending="" if not seen or (how := ending(seen.exit_code)) in text else how,
         command=" ".join(_shell_word(word) for word in seen.command) if seen else "",
     )
 

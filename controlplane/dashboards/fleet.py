@@ -76,7 +76,7 @@ def _mini(row: DeploymentRow) -> Mini:
     prefills = [e for e in row.engines if e.engine.role == Role.PREFILL]
     decodes = [e for e in row.engines if e.engine.role == Role.DECODE]
     wire = lanes.link(prefills, decodes) if row.spec.disaggregated else None
-    flight = words.count(lanes.total([e.in_flight for e in row.engines]))
+    flight = words.count(lanes.requests_in_flight(row.engines))
     return Mini(row, looks.DEPLOYMENT[row.condition.status], tuple(found), wire, figures.THINNEST, flight)
 
 
@@ -146,7 +146,7 @@ def tiles(rows: Sequence[DeploymentRow], node_rows: Sequence[NodeRow]) -> tuple[
     engines = [e for row in rows for e in row.engines]
     wanted = sum(sum(row.condition.wanted.values()) for row in rows)
     ready = sum(sum(row.condition.ready.values()) for row in rows)
-    loads = [load for e in engines if (load := cards.load_of(e))]
+    loads = [load for e in engines if e.engine.role == Role.DECODE and (load := cards.load_of(e))]
     received = sum(load.nixl_bytes for load in loads) if loads else None
     reporting = sum(n.status is Presence.REPORTING for n in node_rows)
     return (
@@ -154,15 +154,15 @@ def tiles(rows: Sequence[DeploymentRow], node_rows: Sequence[NodeRow]) -> tuple[
         Tile("Engines ready", words.count(ready), f"of {wanted:,} wanted", "engine states · now"),
         Tile(
             "Requests in flight",
-            words.count(lanes.total([e.in_flight for e in engines])),
+            words.count(lanes.requests_in_flight(engines)),
             "",
-            "routers, counted at engines · now",
+            "routers, at decode and aggregated engines · now",
         ),
         Tile(
             "KV moved",
             words.moved(received),
             "",
-            f"NIXL counters of {words.plural(len(loads), 'engine')} · since each started",
+            f"NIXL counters of {words.plural(len(loads), 'decode engine')} · since each started",
         ),
     )
 

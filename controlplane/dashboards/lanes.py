@@ -89,6 +89,11 @@ def total(numbers: Sequence[int | None]) -> int | None:
     return sum(known) if known else None
 
 
+def requests_in_flight(engines: Sequence[EngineRow]) -> int | None:
+    """Requests of whole deployments. A disaggregated one is counted at two engines, so prefill's count is left out."""
+    return total([e.in_flight for e in engines if e.engine.role != Role.PREFILL])
+
+
 def pairs(prefills: Sequence[EngineRow], decodes: Sequence[EngineRow]) -> tuple[Pair, ...]:
     """Every pair of the engines that hold a place, with the newest proof between just these two processes."""
     found = []

@@ -61,7 +61,7 @@ def deployments(request: HttpRequest) -> HttpResponse:
             row,
             looks.DEPLOYMENT[row.condition.status],
             tuple((r, row.condition.ready.get(r, 0), n) for r, n in row.condition.wanted.items()),
-            lanes.total([e.in_flight for e in row.engines]),
+            lanes.requests_in_flight(row.engines),
         )
         for row in queries.deployment_rows()
     ]

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 from tests.browser.web import PASSWORD, Web
 from tests.conftest import RedisServer
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PATIENCE = 20_000.0
+"""Milliseconds for a condition to come true on a busy machine."""
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 
 
@@ -32,6 +34,7 @@ def browser() -> Iterator[Browser]:
     """Debian's Chromium. Closed with its module: Playwright's loop must not meet other tests' loops."""
     if CHROMIUM is None:
         pytest.fail("no Chromium on this machine: run `apt-get install chromium`")
+    expect.set_options(timeout=PATIENCE)
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         yield chromium
@@ -57,7 +60,7 @@ def page(browser: Browser, web: Web, tmp_path: Path) -> Iterator[Page]:
     """A fresh browser profile on the site, not signed in. Fails its test when the console saw an error."""
     context = browser.new_context(base_url=web.url, viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
     opened = context.new_page()
-    opened.set_default_timeout(15_000)
+    opened.set_default_timeout(PATIENCE)
     console = Console(opened)
     yield opened
     context.close()

@@ -200,7 +200,7 @@ def engine(
         node_name=on.name if on else "",
         kind="prove" if state is State.READY else "exit" if state is State.FAILED else "start",
         new_state=state.value,
-        message=reason or f"Is {state.value}.",
+        message=f"{role}-{index}: {reason or state.value}",
         actor="tandem",
     )
     return row
@@ -444,7 +444,7 @@ def failing(c: Node) -> Deployment:
         since=31,
         attempt=2,
         exit_code=-9,
-        reason="Ended by signal 9. Tries again in 4 s.",
+        reason="Ended by SIGKILL, perhaps for want of memory. Tries again in 4 s.",
     )
     assert p.pk
     return of

@@ -131,6 +131,12 @@ def plural(number: int, noun: str) -> str:
 
 
 @register.filter
+def without(message: str, name: str) -> str:
+    """A message without the name that already stands before it: `smollm2: x` → `x`."""
+    return message.removeprefix(f"{name}: ")
+
+
+@register.filter
 def memory(number: float | None) -> str:
     """Bytes in GiB."""
     return str(words.memory(number))

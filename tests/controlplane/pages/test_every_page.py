@@ -15,7 +15,9 @@ from controlplane.dashboards.csp import POLICY
 from controlplane.dashboards.form import yaml_of
 from controlplane.dashboards.urls import urlpatterns
 from controlplane.deployments.models import Deployment, Engine
+from controlplane.fleet.wire import RouterStatus
 from controlplane.nodes.models import Node
+from controlplane.publish import InMemoryPublisher
 from tests.browser import seed
 
 pytestmark = pytest.mark.django_db
@@ -249,3 +251,22 @@ def test_a_document_is_previewed_then_applied_and_never_over_another_change() ->
     assert 'class="note tone-bad"' in document_change(client, yaml=longer, generation="1", step="apply")[1]
     assert "max_model_len" not in Deployment.objects.get().intent
     assert "another deployment" in document_change(client, yaml=more.replace("smollm2", "other"), generation="2")[1]
+
+
+def test_a_request_is_counted_once_though_two_engines_hold_it(publisher: InMemoryPublisher) -> None:
+    prefill, decode = seed.one_ready_pair()
+    publisher.routers = [RouterStatus("r1", 1, {prefill.pk: 3, decode.pk: 4}), RouterStatus("r2", 1, {decode.pk: 1})]
+    answer = signed_in("viewer").get("/")
+    tile = next(tile for tile in answer.context["tiles"] if tile.label == "Requests in flight")
+    assert str(tile.quantity) == "5"
+
+
+def test_pages_stand_while_redis_is_away(publisher: InMemoryPublisher) -> None:
+    _, decode = seed.one_ready_pair()
+    publisher.away = True
+    client = signed_in("viewer")
+    assert client.get("/").status_code == 200
+    assert client.get("/deployments/smollm2/").status_code == 200
+    logs = client.get(f"/deployments/smollm2/logs/?engine={decode.pk}")
+    assert logs.status_code == 200
+    assert logs.context["trouble"]
