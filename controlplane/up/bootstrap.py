@@ -152,5 +152,9 @@ if __name__ == "__main__":
         ensure(sys.argv[1] if len(sys.argv) > 1 else "")
     except Refused as refusal:
         sys.exit(str(refusal))
+    except PermissionError as error:
+        sys.exit(
+            f"{error.filename}: this user may not use it. Make a checkout of your own, or give this one to this user."
+        )
     except KeyboardInterrupt:
         sys.exit("Interrupted. The next make starts clean.")
