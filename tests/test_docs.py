@@ -25,7 +25,9 @@ def config_part() -> str:
     rows = []
     for variable in config.VARIABLES:
         default = getattr(defaults, variable.field)
-        shown = "" if variable.secret or default == "" else f"`{int(default) if isinstance(default, bool) else default}`"
+        shown = (
+            "" if variable.secret or default == "" else f"`{int(default) if isinstance(default, bool) else default}`"
+        )
         name = f"`{variable.name}`" + (", or a file: `…_FILE`" if variable.secret else "")
         rows.append(f"| {name} | {shown} | {variable.help} |")
     return "\n".join(["| variable | default | |", "|---|---|---|", *rows])
@@ -63,9 +65,7 @@ def test_every_dependency_has_its_reason() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text().lower()
     section = text[text.index("## dependencies") : text.index("## decisions")]
     wanted = project["dependencies"] + project["optional-dependencies"]["dev"]
-    missing = [
-        name for requirement in wanted if (name := re.split(r"[\[=]", requirement.lower())[0]) not in section
-    ]
+    missing = [name for requirement in wanted if (name := re.split(r"[\[=]", requirement.lower())[0]) not in section]
     assert not missing
 
 
@@ -85,4 +85,6 @@ def test_readme_links_lead_somewhere() -> None:
 if __name__ == "__main__":
     for (page, name), make in PARTS.items():
         path = ROOT / page
-        path.write_text(_pattern(name).sub(lambda m, make=make: m[1] + make() + "\n" + m[3].lstrip("\n"), path.read_text()))
+        path.write_text(
+            _pattern(name).sub(lambda m, make=make: m[1] + make() + "\n" + m[3].lstrip("\n"), path.read_text())
+        )
