@@ -19,7 +19,7 @@ function concerns(region, topic) {
 }
 
 function refresh(region, cause) {
-  if (!region.isConnected || region.querySelector("[data-hold]")) return;
+  if (!region.isConnected) return;
   region.dataset.cause = cause;
   region.dataset.refreshed = String(performance.now());
   region.dispatchEvent(new CustomEvent("refresh"));

@@ -426,6 +426,7 @@ def failing(c: Node) -> Deployment:
         0,
         State.WARMING,
         on=c,
+        gpus=[1],
         since=90,
         load=prefill_load(0.0, 0, 5, 0),
         reason="Answers; no decode engine is up to hand KV to.",
