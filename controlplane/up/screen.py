@@ -5,6 +5,7 @@ Without a terminal the same facts are printed as plain lines, each when it chang
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -90,14 +91,17 @@ class Screen:
         self._print(Text(f"  {line.plain()}"))
 
     def close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        live, self._live = self._live, None
+        if live is not None:
+            with contextlib.suppress(OSError):
+                live.stop()
         self._lines = {}
 
     def _print(self, text: Text) -> None:
-        # Never wrapped by us: a line that is meant to be pasted must come out whole.
-        self._console.print(text, soft_wrap=True)
+        # Never wrapped by us: a line that is meant to be pasted must come out whole. A terminal that was closed, or a pipe
+        # that nobody reads any more, is no reason to leave programs running.
+        with contextlib.suppress(OSError):
+            self._console.print(text, soft_wrap=True)
 
     def _refresh(self) -> None:
         if self._live is None:
@@ -115,7 +119,8 @@ class Screen:
         if self._working:
             self._work.update(text=Text(self._working))
             parts.append(self._work)
-        self._live.update(Group(*parts), refresh=True)
+        with contextlib.suppress(OSError):
+            self._live.update(Group(*parts), refresh=True)
 
 
 def _ago(since: float) -> str:

@@ -6,12 +6,15 @@ The tests of this file run in order, on one state folder.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import pty
 import re
 import shlex
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,7 +100,7 @@ class MakeUp:
 
     def nothing_is_left(self) -> bool:
         ports = {self.web_port, self.openai_port, int(self.state.read(self.state.redis / "port"))}
-        listening = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        listening = {c.laddr[1] for c in psutil.net_connections("tcp") if c.laddr and c.status == psutil.CONN_LISTEN}
         self.state.lock()  # raises when it is still held
         self.state.unlock()
         sockets = [p for p in self.state.home.rglob("*") if p.is_socket()]
@@ -265,4 +268,19 @@ def test_the_demo_is_not_forced_on_those_who_deleted_it(up: MakeUp) -> None:
     assert "smollm2 was deleted; it is not made again" in up.start()
     up.signal(signal.SIGTERM)
     up.end()
+
+
+def test_closing_its_terminal_stops_everything(up: MakeUp) -> None:
+    master, slave = pty.openpty()
+    up.process = subprocess.Popen(
+        [sys.executable, "-m", "controlplane.up"], cwd=ROOT, env=up.env | {"TERM": "xterm"}, stdin=slave, stdout=slave,
+        stderr=slave, start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(slave)
+    shown = b""
+    while b"Ctrl-C stops everything" not in shown:
+        shown += os.read(master, 65536)  # raises when it ends first
+    assert b"controller" in shown
+    os.close(master)
+    up.process.wait(SECONDS)
     assert up.nothing_is_left()

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from controlplane.fleet.config import Config
@@ -87,7 +88,7 @@ def test_another_tandem_is_recognised_by_its_health_answer(
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    monkeypatch.setattr(preflight.psutil, "net_connections", lambda kind: [])  # it is somebody else's: nothing is seen
+    monkeypatch.setattr(psutil, "net_connections", lambda kind: [])  # it is somebody else's: nothing is seen
     with http.server.HTTPServer(("127.0.0.1", 0), Health) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         assert expected in preflight.holder("127.0.0.1", server.server_port)
