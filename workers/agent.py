@@ -211,6 +211,7 @@ class Agent:
             agent=self._id,
             sequence=self._sequence,
             plan_generation=self._applied,
+            holds_plan=self._plan is not None,
             facts=self._facts(),
             engines=observations,
         )

@@ -137,7 +137,7 @@ def _renew_plans(decision: Decision, gathered: Gathered, now: datetime) -> list[
             node.plan_generation = max(node.plan_generation, applied) + 1
             node.plan_digest, node.plan_sent_at = digest, None
             renewed.append(node)
-        behind = report is not None and applied < node.plan_generation
+        behind = report is not None and (applied < node.plan_generation or not report.holds_plan)
         overdue = node.plan_sent_at is None or now - node.plan_sent_at > timedelta(seconds=RESEND_AFTER)
         if node.plan_sent_at is None or (behind and overdue):
             to_send.append(NodePlan(name, node.plan_generation, engines))

@@ -131,7 +131,7 @@ def _node_record(node: Node, report: NodeReport | None, resumed: datetime, now: 
     else:
         heard = node.last_report_at
         silent = inf if heard is None else max(0.0, (now - max(heard, resumed)).total_seconds())
-    took = report is not None and node.plan_generation > 0 and report.plan_generation >= node.plan_generation
+    took = report is not None and report.holds_plan and 0 < node.plan_generation <= report.plan_generation
     return NodeRecord(node.name, facts, node.cordoned, silent, took)
 
 

@@ -135,6 +135,8 @@ class NodeReport(Struct, frozen=True):
     """Newest generation that has been taken in (0: none yet)."""
     facts: NodeFacts
     engines: tuple[Observation, ...] = ()
+    holds_plan: bool = True
+    """False from an agent's start until it has read a plan: Redis may have lost it, and it is to be sent again."""
 
 
 class RoutingMode(StrEnum):

@@ -66,7 +66,8 @@ def test_nothing_is_touched_before_a_plan_was_read(node: Node) -> None:
         agent.one_step()
     assert running(seen.pid)
     assert only(node).pid == seen.pid
-    assert node.mailbox.reports[-1].plan_generation == 1
+    report = node.mailbox.reports[-1]
+    assert (report.plan_generation, report.holds_plan) == (1, False)
 
 
 def test_an_older_plan_is_still_older_after_a_restart(node: Node) -> None:

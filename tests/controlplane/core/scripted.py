@@ -67,6 +67,7 @@ class Agent:
         self.fleet, self.name, self.facts = fleet, name, known
         self.id, self.sequence, self.generation = f"agent-{name}", 0, 0
         self.running: dict[tuple[str, int], Observation] = {}
+        self.holds_plan = False
         self.silent = False
         self.deaf = False
         """It reports, and takes no new plan in."""
@@ -83,6 +84,7 @@ class Agent:
         if plan is not None and not self.deaf and plan.generation > self.generation:
             self.generation = plan.generation
         if plan is not None and plan.generation == self.generation:
+            self.holds_plan = True
             self._follow({(a.engine, a.attempt): a for a in plan.engines})
         self.report()
 
@@ -95,11 +97,12 @@ class Agent:
             plan_generation=self.generation,
             facts=self.facts,
             engines=tuple(self.running.values()),
+            holds_plan=self.holds_plan,
         )
 
     def restart(self) -> None:
         """A new agent process that adopts the running engines."""
-        self.id, self.sequence, self.generation = f"{self.id}+", 0, 0
+        self.id, self.sequence, self.holds_plan = f"{self.id}+", 0, False
 
     def kill(self, engine: str, code: int = -9, detail: str = "") -> None:
         for key, seen in self.running.items():
