@@ -123,6 +123,14 @@ class Router:
         for exchange in list(self.exchanges):
             exchange.check(now)
 
+    def share_figures(self) -> None:
+        """Once a second: show the figures of this process to its siblings."""
+        self.telemetry.share(self.view, **self._connections())
+
+    def _connections(self) -> dict[str, int]:
+        clients = len(self.server.connections) if self.server is not None else 0
+        return {"clients": clients, "upstream": self.upstreams.open_connections()}
+
     # ---- keys and models
 
     def _check_key(self, request: Request) -> Problem | None:
@@ -202,9 +210,7 @@ class Router:
             body = b'{"status":"ready"}' if ready else b'{"status":"no engine can answer"}'
             connection.reply(200 if ready else 503, _JSON, body)
         elif path == b"/metrics":
-            clients = len(self.server.connections) if self.server else 0
-            text = self.telemetry.text(self.view, clients=clients, upstream=self.upstreams.open_connections())
-            connection.reply(200, _TEXT, text)
+            connection.reply(200, _TEXT, self.telemetry.text(self.view, **self._connections()))
         elif path == _MODELS:
             names = sorted(name for name in self.view.deployments if self._may_use(name, request.key))
             listed = {"object": "list", "data": [self._model(name) for name in names]}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 from pathlib import Path
 from typing import cast
 
@@ -140,9 +140,9 @@ class Reporter:
             try:
                 await cast(Awaitable[int], self._client.eval(_APPEND, 1, REQUESTS_STREAM, REQUESTS_MAXLEN, *records))
             except (RedisError, OSError):
-                self._telemetry.dropped += len(records)
+                self._telemetry.settle(len(records), written=False)
                 return
-            self._telemetry.written += len(records)
+            self._telemetry.settle(len(records), written=True)
 
     async def report(self) -> None:
         """Write the status once."""
@@ -161,6 +161,15 @@ class Reporter:
         while True:
             await self.report()
             await asyncio.sleep(1.0)
+
+
+async def end(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel background loops until they have ended: redis-py's pub/sub sometimes swallows a cancellation."""
+    left = set(tasks)
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=0.2)
 
 
 async def probe_once(view: View) -> None:

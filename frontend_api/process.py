@@ -16,6 +16,7 @@ from controlplane.fleet.wire import FleetSnapshot
 from frontend_api import listeners
 from frontend_api.gate import Router
 from frontend_api.server import Limits, Server
+from frontend_api.shared import Slots
 from frontend_api.telemetry import Telemetry
 from frontend_api.upstream import Upstreams
 from frontend_api.view import View
@@ -38,10 +39,13 @@ class Options(Struct, frozen=True):
     gap_seconds: float = 300.0
 
 
-async def run(options: Options, sock: socket.socket, *, parent_gone: int | None = None) -> None:
+async def run(
+    options: Options, sock: socket.socket, *, parent_gone: int | None = None, slots: Slots | None = None, index: int = 0
+) -> None:
     """Serve on a bound socket until SIGTERM or SIGINT, then drain.
 
-    `parent_gone`: a descriptor that becomes readable when the parent process is gone.
+    `parent_gone`: a descriptor that becomes readable when the parent process is gone. `slots`, `index`: where this process
+    and its siblings show each other their figures.
     """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -51,7 +55,13 @@ async def run(options: Options, sock: socket.socket, *, parent_gone: int | None 
         loop.add_reader(parent_gone, stop.set)
     view = View()
     upstreams = Upstreams()
-    telemetry = Telemetry(f"{socket.gethostname()}-{os.getpid()}", time(), keep_records=bool(options.redis_url))
+    telemetry = Telemetry(
+        f"{socket.gethostname()}-{os.getpid()}",
+        time(),
+        keep_records=bool(options.redis_url),
+        slots=slots,
+        index=index,
+    )
     router = Router(
         view,
         upstreams,
@@ -85,8 +95,7 @@ async def run(options: Options, sock: socket.socket, *, parent_gone: int | None 
     await drain(server, options.drain_seconds)
     for task in tasks:
         task.remove_done_callback(_ended)
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await listeners.end(tasks)
     if reporter is not None and client is not None:
         await reporter.flush()
         await client.aclose()
@@ -112,6 +121,7 @@ async def _sweeps(server: Server, router: Router) -> None:
         server.sweep(now)
         router.sweep(now)
         router.upstreams.sweep(now)
+        router.share_figures()
 
 
 def _ended(task: asyncio.Task[None]) -> None:

@@ -17,6 +17,7 @@ import uvloop
 
 from frontend_api import process
 from frontend_api.process import Options
+from frontend_api.shared import Slots
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +32,9 @@ class Supervisor:
         self._options = options
         self._sock = sock
         self._wanted = processes
-        self._children: dict[int, float] = {}
-        """pid -> monotonic time of start"""
+        self._slots = Slots(processes)
+        self._children: dict[int, tuple[int, float]] = {}
+        """pid -> index, monotonic time of start"""
         self._stopping = False
         self._alive, self._hold = os.pipe()
 
@@ -41,8 +43,8 @@ class Supervisor:
         _raise_file_limit()
         signals = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-        for _ in range(self._wanted):
-            self._start()
+        for index in range(self._wanted):
+            self._start(index)
         while not self._stopping:
             if signal.sigwait(signals) == signal.SIGCHLD:
                 self._reap()
@@ -59,7 +61,7 @@ class Supervisor:
             self._reap()
         return 0
 
-    def _start(self) -> None:
+    def _start(self, index: int) -> None:
         pid = os.fork()
         if pid == 0:
             code = 1
@@ -67,26 +69,29 @@ class Supervisor:
                 os.close(self._hold)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD})
                 with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                    runner.run(process.run(self._options, self._sock, parent_gone=self._alive))
+                    runner.run(
+                        process.run(self._options, self._sock, parent_gone=self._alive, slots=self._slots, index=index)
+                    )
                 code = 0
             except BaseException:
                 log.exception("The router process failed.")
             finally:
                 os._exit(code)
-        self._children[pid] = time.monotonic()
+        self._children[pid] = index, time.monotonic()
 
     def _reap(self) -> None:
         while self._children:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            started = self._children.pop(pid, None)
-            if started is None or self._stopping:
+            child = self._children.pop(pid, None)
+            if child is None or self._stopping:
                 continue
+            index, started = child
             log.error("Router process %d ended (%s); starting another.", pid, os.waitstatus_to_exitcode(status))
             if time.monotonic() - started < RESTART_PAUSE:
                 time.sleep(RESTART_PAUSE)
-            self._start()
+            self._start(index)
 
     def _signal_all(self, number: signal.Signals) -> None:
         for pid in self._children:

@@ -122,7 +122,7 @@ class Site:
 
 async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - any condition, not only events
+        while not condition():
             await asyncio.sleep(0.002)
 
 

@@ -143,5 +143,5 @@ class ScriptedEngine:
 
 
 async def _until_eof(reader: asyncio.StreamReader) -> None:
-    while not reader.at_eof():  # noqa: ASYNC110 - StreamReader has no event for it
+    while not reader.at_eof():
         await asyncio.sleep(0.005)

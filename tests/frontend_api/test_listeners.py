@@ -62,8 +62,7 @@ class Listening:
 
     async def stop(self) -> None:
         if self.task is not None:
-            self.task.cancel()
-            await asyncio.gather(self.task, return_exceptions=True)
+            await listeners.end([self.task])
         await self.client.aclose()
 
     @property

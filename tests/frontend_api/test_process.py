@@ -113,6 +113,19 @@ async def test_processes_share_one_port_and_are_replaced(run: Run, engine: Scrip
     await until(lambda: len(program.children) == 2 and victim not in program.children)
     for _ in range(8):
         assert (await ask(program.port, CHAT, PROMPT)).status == 200
+
+    async def counted() -> str:
+        return (await ask(program.port, "/metrics")).body.decode()
+
+    async with asyncio.timeout(10):  # whichever process answers tells of all, also of what the dead one had counted
+        while 'result="ok"} 8\n' not in await counted():
+            await asyncio.sleep(0.1)
+    second = min(program.children)
+    os.kill(second, signal.SIGKILL)
+    await until(lambda: len(program.children) == 2 and second not in program.children)
+    async with asyncio.timeout(10):
+        while 'result="ok"} 8\n' not in (text := await counted()) or 'snapshot_version{process="1"}' not in text:
+            await asyncio.sleep(0.1)
     program.process.terminate()
     assert await program.ended() == 0
     assert not any(psutil.pid_exists(pid) for pid in before)
