@@ -86,23 +86,38 @@ class Exchange:
             return
         try:
             step = self._flow.send(outcome)
+            if step is not None:
+                self._start(step)
         except StopIteration as stop:
             self._finish(stop.value)
-            return
         except Exception:
-            log.exception("request %s: defect in the router", self.request_id.decode())
-            self._finish(Problem(500, "internal_error", "The router failed; its log has the reason."))
-            return
-        if step is None:
-            return
+            log.exception("defect in the router")
+            self.crashed()
+
+    def _start(self, step: flow.Prefill | flow.Decode) -> None:
         self.leg = None
         pool = self.router.upstreams.pool(step.engine)
+        body = self.request.body
         if isinstance(step, flow.Prefill):
-            body = openai.prefill_body(self.endpoint, self.request.body)
-            self.leg = pool.start(PrefillLeg(self), self._target, self._headers, body, fresh=step.fresh)
+            receiver: PrefillLeg | AnswerLeg = PrefillLeg(self)
+            body = openai.prefill_body(self.endpoint, body)
         else:
-            body = self.request.body if step.params is None else openai.decode_body(self.request.body, step.params)
-            self.leg = pool.start(AnswerLeg(self), self._target, self._headers, body, fresh=step.fresh)
+            receiver = AnswerLeg(self)
+            if step.params is not None:
+                body = openai.decode_body(body, step.params)
+        self.leg = pool.start(receiver, self._target, self._headers, body, fresh=step.fresh)
+
+    def crashed(self) -> None:
+        """A defect of the router's own: the client is told, and nothing stays behind."""
+        if self._over:
+            return
+        self._flow.close()
+        problem = Problem(500, "internal_error", "The router failed; its log has the reason.")
+        if self.streamed:
+            self.connection.send(openai.error_event(problem, self.endpoint.shape), last=True)
+            self._end(200, Result.TRUNCATED)
+        else:
+            self._finish(problem)
 
     def sending(self) -> None:
         if not self.sent_at:
@@ -273,6 +288,9 @@ class PrefillLeg:
     def failed(self, failure: Failure) -> None:
         self._exchange.advance(flow.Lost(failure.kind, failure.sent))
 
+    def crashed(self) -> None:
+        self._exchange.crashed()
+
 
 class AnswerLeg:
     """Relays the answering engine's reply: a stream as it comes, anything else once it is whole."""
@@ -324,9 +342,9 @@ class AnswerLeg:
                     exchange.leg.cancel()
                 exchange.advance(flow.Replied(self._status, body))
                 return
+            exchange.connection.begin(200, exchange.answer_headers(self._headers) + _STREAM_HEADERS)
             exchange.streamed = True
             exchange.advance(flow.Began())
-            exchange.connection.begin(200, exchange.answer_headers(self._headers) + _STREAM_HEADERS)
         self._whole = last
         exchange.relay(events, last)
 
@@ -361,6 +379,9 @@ class AnswerLeg:
             self._break_off("The engine fell silent in the middle of the answer.")
         else:
             self._break_off("The connection to the engine broke in the middle of the answer.")
+
+    def crashed(self) -> None:
+        self._exchange.crashed()
 
     def _break_off(self, message: str) -> None:
         exchange = self._exchange

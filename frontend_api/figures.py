@@ -57,32 +57,36 @@ class Histogram(Struct):
 class Figures(Struct):
     """Everything one router process counts. Counters and histograms outlive a restart of the process; gauges do not."""
 
-    counters: dict[str, Counter[Labels]]
+    counters: dict[str, dict[Labels, int]]
     histograms: dict[str, Histogram]
-    gauges: dict[str, Counter[Labels]]
+    gauges: dict[str, dict[Labels, int]]
 
 
-def empty() -> Figures:
-    return Figures(
-        {name: Counter() for name in COUNTERS},
-        {name: Histogram(bounds, [0] * (len(bounds) + 1)) for name, bounds in HISTOGRAMS.items()},
-        {name: Counter() for name in GAUGES},
-    )
+def counters() -> dict[str, Counter[Labels]]:
+    return {name: Counter() for name in COUNTERS}
+
+
+def gauges() -> dict[str, Counter[Labels]]:
+    return {name: Counter() for name in GAUGES}
+
+
+def histograms() -> dict[str, Histogram]:
+    return {name: Histogram(bounds, [0] * (len(bounds) + 1)) for name, bounds in HISTOGRAMS.items()}
 
 
 def added(parts: Iterable[Figures]) -> Figures:
     """The sum of several processes' figures."""
-    whole = empty()
+    counts, levels, spreads = counters(), gauges(), histograms()
     for part in parts:
         for name, counter in part.counters.items():
-            whole.counters[name].update(counter)
-        for name, counter in part.gauges.items():
-            whole.gauges[name].update(counter)
+            counts[name].update(counter)
+        for name, gauge in part.gauges.items():
+            levels[name].update(gauge)
         for name, histogram in part.histograms.items():
-            into = whole.histograms[name]
+            into = spreads[name]
             into.counts = [a + b for a, b in zip(into.counts, histogram.counts, strict=True)]
             into.total += histogram.total
-    return whole
+    return Figures({**counts}, spreads, {**levels})
 
 
 def text(figures: Figures) -> bytes:

@@ -7,6 +7,7 @@ read in two ways. It knows neither keys nor engines: an `Application` does. No T
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections import deque
 from http import HTTPStatus
@@ -18,6 +19,8 @@ from msgspec import Struct
 
 from controlplane.fleet.wire import SnapshotKey
 from frontend_api.openai import Problem, error_body
+
+log = logging.getLogger(__name__)
 
 
 class Limits(Struct, frozen=True):
@@ -184,10 +187,15 @@ class ClientConnection(asyncio.Protocol):
             if self._queue:
                 self.current = request = self._queue.popleft()
                 self._busy = True
-                if request.refusal is not None:
-                    self._server.application.refused(request, request.refusal, self)
-                else:
-                    self._server.application.serve(request, self)
+                try:
+                    if request.refusal is not None:
+                        self._server.application.refused(request, request.refusal, self)
+                    else:
+                        self._server.application.serve(request, self)
+                except Exception:
+                    log.exception("defect in the router at %r", request.path)
+                    self._break(500, "internal_error", "The router failed; its log has the reason.")
+                    self._busy = False
             elif self._broken is not None:
                 self._linger(self._broken)
             else:

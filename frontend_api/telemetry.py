@@ -9,6 +9,7 @@ from collections import Counter, deque
 
 from controlplane.fleet.wire import RequestRecord, RouterStatus, encode
 from frontend_api import figures
+from frontend_api.figures import Figures
 from frontend_api.shared import Slots
 from frontend_api.view import Health, View
 
@@ -34,9 +35,15 @@ class Telemetry:
         self._index = index
         self._queue: deque[RequestRecord] = deque()
         self._results: Counter[str] = Counter()
+        counters = figures.counters()
+        histograms = figures.histograms()
         before = slots.read(index) if slots is not None else None
-        self._figures = figures.added([before] if before is not None else [])
-        counters = self._figures.counters
+        if before is not None:
+            histograms = before.histograms
+            for name, counter in before.counters.items():
+                counters[name].update(counter)
+        self._gauges = figures.gauges()
+        self._figures = Figures({**counters}, histograms, {**self._gauges})
         self._requests = counters["requests_total"]
         self._decisions = counters["decisions_total"]
         self._fallbacks = counters["fallbacks_total"]
@@ -44,7 +51,6 @@ class Telemetry:
         self._refused = counters["refused_total"]
         self._written = counters["records_written_total"]
         self._dropped = counters["records_dropped_total"]
-        histograms = self._figures.histograms
         self._ttft = histograms["ttft_seconds"]
         self._itl = histograms["itl_seconds"]
         self._gap = histograms["longest_gap_seconds"]
@@ -118,7 +124,7 @@ class Telemetry:
 
     def share(self, view: View, *, clients: int, upstream: int) -> None:
         """Bring the gauges up to date and show this process's figures to the others. Once a second."""
-        gauges = self._figures.gauges
+        gauges = self._gauges
         for gauge in gauges.values():
             gauge.clear()
         for engine in view.engines():

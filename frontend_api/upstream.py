@@ -7,6 +7,7 @@ that the engine notices at once. No TLS: engines live on loopback or one private
 from __future__ import annotations
 
 import asyncio
+import logging
 from enum import Enum
 from time import monotonic
 from typing import NamedTuple, Protocol, cast
@@ -15,6 +16,8 @@ from urllib.parse import urlsplit
 import httptools
 
 from frontend_api.view import Engine
+
+log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 3.0
 IDLE_SECONDS = 4.0
@@ -53,6 +56,8 @@ class Receiver(Protocol):
     def body(self, data: bytes, last: bool) -> None: ...
     def ended(self) -> None: ...
     def failed(self, failure: Failure) -> None: ...
+    def crashed(self) -> None:
+        """One of the calls above raised: end what can be ended."""
 
 
 class Leg:
@@ -168,18 +173,22 @@ class Connection(asyncio.Protocol):
         if self._violated:
             self._fail(Broken.PROTOCOL)
             return
-        if self._head_done and not headed:
-            receiver = leg.receiver
-            if receiver is not None:
+        receiver = leg.receiver
+        try:
+            if self._head_done and not headed and receiver is not None:
                 receiver.head(self._parser.get_status_code(), self._headers)
-        parts = self._parts
-        if parts:
-            receiver = leg.receiver
-            self._parts = []
+            parts = self._parts
+            if parts:
+                self._parts = []
+                if leg.receiver is not None:
+                    leg.receiver.body(parts[0] if len(parts) == 1 else b"".join(parts), self._complete)
+            if self._complete and self.leg is leg:  # the receiver may have cancelled it just now
+                self._finish(self._keep_alive)
+        except Exception:
+            log.exception("defect in the router")
+            self.abort()
             if receiver is not None:
-                receiver.body(parts[0] if len(parts) == 1 else b"".join(parts), self._complete)
-        if self._complete and self.leg is leg:  # the receiver may have cancelled it just now
-            self._finish(self._keep_alive)
+                receiver.crashed()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._pool.lost(self)

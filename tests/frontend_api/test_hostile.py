@@ -9,7 +9,7 @@ import pytest
 
 from controlplane.fleet.model import Role
 from frontend_api.server import Limits
-from tests.frontend_api.client import PROMPT, Client, ask, request
+from tests.frontend_api.client import PROMPT, Client, ask, events, request
 from tests.frontend_api.conftest import MakeSite, Site, until
 from tests.frontend_api.scripted import Heard, answer_well, chat_reply, unary
 
@@ -275,3 +275,23 @@ async def test_drain_finishes_streams_and_takes_no_new_ones(make_site: MakeSite)
         assert reply.headers["connection"] == "close"
         assert await busy.closed() == b""
     await until(lambda: not site.server.connections)
+
+
+async def test_a_defect_is_answered_and_ends_nothing_else(alone: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> bytes:
+        raise RuntimeError("defect")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("frontend_api.openai.read_request", fail)
+        reply = await ask(alone.port, CHAT, PROMPT)
+        assert (reply.status, reply.error["code"]) == (500, "internal_error")
+    for name in ("openai.read_reply", "flow.choose", "exchange.AnswerLeg.head"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"frontend_api.{name}", fail)
+            assert (await ask(alone.port, CHAT, PROMPT)).error["code"] == "internal_error"
+    with monkeypatch.context() as patch:
+        patch.setattr("frontend_api.exchange.Exchange.relay", fail)
+        reply = await ask(alone.port, CHAT, {**PROMPT, "stream": True})
+        assert events(reply.body)[-1]["error"]["code"] == "internal_error"
+    assert (await ask(alone.port, CHAT, PROMPT)).status == 200
+    await alone.settled()
