@@ -155,6 +155,7 @@ class EngineRun:
                 progress=self._progress,
                 pid=record.pid,
                 exit_code=record.exit_code,
+                stopped=record.stopped,
                 address=record.address,
                 ports=record.ports,
                 version=identity.version,
@@ -303,6 +304,7 @@ class EngineRun:
                 return
             self._pairs.close()
             self._record.ended, self._record.exit_code, self._record.detail = True, exit_code, detail
+            self._record.stopped = self.stopping_since is not None
             self._phase, self._detail, self._progress, self._load = Phase.EXITED, detail, None, None
             self._note(detail)
             self._save()

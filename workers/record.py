@@ -45,6 +45,8 @@ class EngineRecord(Struct, kw_only=True):
     pairs: tuple[PairProof, ...] = ()
     ended: bool = False
     exit_code: int | None = None
+    stopped: bool = False
+    """It ended because the agent was told to end it."""
     detail: str = ""
     """Why it ended."""
 

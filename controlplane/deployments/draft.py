@@ -73,9 +73,9 @@ class Draft:
         self.moves.append(Move(moved, event, engine.state, reason))
         return moved
 
-    def fail(self, engine: EngineRecord, event: Event, reason: str) -> EngineRecord:
-        """A failure that counts towards the back-off, and says when the next attempt comes."""
-        failures = engine.failures + 1
+    def fail(self, engine: EngineRecord, event: Event, reason: str, *, counts: bool = True) -> EngineRecord:
+        """The attempt is over; says when the next comes. `counts`: it lengthens the back-off."""
+        failures = engine.failures + counts
         return self.move(
             engine, event, f"{reason} Tries again in {backoff_seconds(failures):.0f} s.", failures=failures
         )

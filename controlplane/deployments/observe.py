@@ -41,7 +41,7 @@ def take_silence(draft: Draft) -> None:
 
 def _take_observation(draft: Draft, engine: EngineRecord, seen: Observation) -> None:
     if seen.phase is Phase.EXITED:
-        _take_exit(draft, engine, _exit_reason(seen))
+        _take_exit(draft, engine, _exit_reason(seen), counts=not seen.stopped)
         return
     if engine.state is State.LOST:
         engine = draft.move(engine, Event.RETURN, "Its node reports again; the process still runs.")
@@ -60,13 +60,13 @@ def _take_observation(draft: Draft, engine: EngineRecord, seen: Observation) -> 
         draft.note(engine, reason=said)
 
 
-def _take_exit(draft: Draft, engine: EngineRecord, reason: str) -> None:
+def _take_exit(draft: Draft, engine: EngineRecord, reason: str, *, counts: bool = True) -> None:
     if engine.state is State.STOPPING:
         draft.move(engine, Event.GONE, "Ended.")
     elif engine.state is State.DRAINING:
         draft.move(engine, Event.EXIT, reason)
     elif allowed(engine.state, Event.EXIT):
-        draft.fail(engine, Event.EXIT, reason)
+        draft.fail(engine, Event.EXIT, reason, counts=counts)
 
 
 def _take_absence(draft: Draft, engine: EngineRecord) -> None:
@@ -83,7 +83,7 @@ def _said(seen: Observation, state: State) -> str:
 
 
 def _exit_reason(seen: Observation) -> str:
-    if seen.exit_code is None:
+    if seen.detail or seen.exit_code is None:
         return seen.detail or "It could not be started."
     how = f"ended by signal {-seen.exit_code}" if seen.exit_code < 0 else f"exited with code {seen.exit_code}"
-    return f"The process {how}. {seen.detail}".strip()
+    return f"The process {how}."

@@ -178,7 +178,9 @@ class Observation(Struct, frozen=True):
     """0..1 of the current long step, where known."""
     pid: int | None = None
     exit_code: int | None = None
-    """Of an EXITED process; negative: the signal that ended it. None: it never ran."""
+    """Of an EXITED process; negative: the signal that ended it. None: it never ran, or a former agent had started it."""
+    stopped: bool = False
+    """EXITED because its agent was told to end it: no failure of the engine."""
     address: str = ""
     ports: Ports | None = None
     version: str = ""

