@@ -107,9 +107,12 @@ def check_unreachable_prefill(pair: EnginePair) -> None:
     error = reply.json()["error"]
     assert error.keys() == e.ERROR
     assert error["type"] == "InternalServerError"
-    frames = pair.stream(pair.decode_url, CHAT, body | {"kv_transfer_params": params})
+    opening, *frames = pair.stream(pair.decode_url, CHAT, body | {"kv_transfer_params": params})
+    assert opening["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert frames == [{"error": error}, "[DONE]"]
-    assert pair.grown(pair.decode_url, before, FAILED)[FAILED] >= 2
+    text = completion(pair, fresh_text(20), kv_transfer_params=params)
+    assert pair.stream(pair.decode_url, COMPLETIONS, text) == [{"error": error}, "[DONE]"]
+    assert pair.grown(pair.decode_url, before, FAILED)[FAILED] >= 3
 
 
 def check_decode_pulls_only_what_it_lacks(pair: EnginePair) -> None:

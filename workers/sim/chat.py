@@ -179,31 +179,34 @@ class Chat:
         usage = bool(options and options.include_usage)
         continuous = usage and bool(options and options.continuous_usage_stats)
         opened, calls = False, set[int]()
-        async for output in generation.outputs():
-            if not opened:
-                opened = True
-                for index in range(self.job.n):
-                    delta: Json = {"role": "assistant", "content": ""}
-                    choice: Json = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-                    first = self._frame(request_id, [choice], prompt_token_ids=None, prompt_text=None)
-                    yield event(first | {"usage": generation.usage.continuous(0)} if continuous else first)
-            delta = {"content": output.text}
-            if self.tool:
-                delta = self._tool_delta(output.choice, output.text, calls)
-            entry: Json = {
-                "index": output.choice,
-                "delta": delta,
-                "logprobs": logprobs_content(output.logprobs, self._top) if self.request.logprobs else None,
-                "finish_reason": self._finish_reason(output.finish_reason),
-            }
-            if output.finish_reason is not None:
-                entry["stop_reason"] = output.stop_reason
-            frame = self._frame(request_id, [entry | {"token_ids": None}])
-            if output.finish_reason is not None and not usage:
-                frame["system_fingerprint"] = FINGERPRINT
-            if continuous:
-                frame["usage"] = generation.usage.continuous(generation.sequences[output.choice].generated)
-            yield event(frame)
+        try:
+            async for output in generation.outputs():
+                if not opened:
+                    opened = True
+                    for first in self._opening(request_id, generation, continuous=continuous):
+                        yield first
+                delta: Json = {"content": output.text}
+                if self.tool:
+                    delta = self._tool_delta(output.choice, output.text, calls)
+                entry: Json = {
+                    "index": output.choice,
+                    "delta": delta,
+                    "logprobs": logprobs_content(output.logprobs, self._top) if self.request.logprobs else None,
+                    "finish_reason": self._finish_reason(output.finish_reason),
+                }
+                if output.finish_reason is not None:
+                    entry["stop_reason"] = output.stop_reason
+                frame = self._frame(request_id, [entry | {"token_ids": None}])
+                if output.finish_reason is not None and not usage:
+                    frame["system_fingerprint"] = FINGERPRINT
+                if continuous:
+                    frame["usage"] = generation.usage.continuous(generation.sequences[output.choice].generated)
+                yield event(frame)
+        except ApiError:
+            if not opened:  # vLLM's stream begins with its first output, be it a failure
+                for first in self._opening(request_id, generation, continuous=continuous):
+                    yield first
+            raise
         if usage:
             yield event(
                 self._frame(
@@ -211,6 +214,16 @@ class Chat:
                 )
             )
         yield DONE
+
+    def _opening(self, request_id: str, generation: Generation, *, continuous: bool) -> list[bytes]:
+        """The first chunk of each choice: its role and no text."""
+        frames = []
+        for index in range(self.job.n):
+            delta: Json = {"role": "assistant", "content": ""}
+            choice: Json = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            first = self._frame(request_id, [choice], prompt_token_ids=None, prompt_text=None)
+            frames.append(event(first | {"usage": generation.usage.continuous(0)} if continuous else first))
+        return frames
 
     def _tool_delta(self, index: int, text: str, calls: set[int]) -> Json:
         assert self.tool is not None
