@@ -26,6 +26,8 @@ from workers.cache_folder import clean_environment
 from workers.runtimes import EngineRuntime
 
 INSTALL_AND_START_SECONDS = 2400
+WHOLE_SITE = "test_whole_site.py"
+"""Has engines of its own, which have ended before the shared ones start: each takes gigabytes."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,8 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if here in item.path.parents:
             item.add_marker(pytest.mark.real)
             item.add_marker(pytest.mark.timeout(INSTALL_AND_START_SECONDS))
-    # Real engines are many gigabytes: the site with engines of its own has ended before the shared ones start.
-    items.sort(key=lambda item: item.path != here / "test_whole_site.py" if here in item.path.parents else False)
+    items.sort(key=lambda item: here in item.path.parents and item.path.name != WHOLE_SITE)
 
 
 @pytest.hookimpl(wrapper=True)
