@@ -29,21 +29,21 @@ OTHER_FORMATS = (
 
 
 def main(model: str, revision: str, folder: Path) -> None:
-    import httpx
-    from huggingface_hub import errors, snapshot_download  # type: ignore[import-not-found]
+    import httpx2
+    from huggingface_hub import HfApi, errors, snapshot_download  # type: ignore[import-not-found]
 
     token: Any = os.environ.get("HF_TOKEN") or False
     shown = model if revision == "main" else f"{model}@{revision}"
     try:
-        listed = snapshot_download(model, revision=revision, local_dir=folder, token=token, dry_run=True)
-        sizes = {file.filename: file.file_size for file in listed}
+        info = HfApi(token=token).model_info(model, revision=revision, files_metadata=True)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings}
         unwanted = other_formats(list(sizes))
         total = sum(size for name, size in sizes.items() if name not in unwanted)
         require_room(folder, total - size_of(folder), shown)
         done = threading.Event()
         watcher = threading.Thread(target=watch, args=(folder, total, done), daemon=True)
         watcher.start()
-        snapshot_download(model, revision=revision, local_dir=folder, token=token, ignore_patterns=unwanted)
+        snapshot_download(model, revision=info.sha, local_dir=folder, token=token, ignore_patterns=unwanted)
         done.set()
         watcher.join()
     except errors.GatedRepoError:
@@ -54,9 +54,13 @@ def main(model: str, revision: str, folder: Path) -> None:
         fail(f"The hub has no revision {revision} of {model}.")
     except errors.HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else "?"
-        hint = " HF_TOKEN is not accepted." if status == 401 else ""
-        fail(f"The hub answered {status} for {shown}.{hint} The download goes on at the next attempt.")
-    except (httpx.HTTPError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError):
+        if status in (401, 403):
+            fail(
+                f"The hub answered {status} for {shown}: check the name, or give HF_TOKEN (or HF_TOKEN_FILE) of an account "
+                "that may read it."
+            )
+        fail(f"The hub answered {status} for {shown}. The download goes on at the next attempt.")
+    except (httpx2.HTTPError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError):
         fail(
             f"The hub cannot be reached for {shown}. Give this node a way to it (HTTPS_PROXY, or HF_ENDPOINT for a mirror), "
             "or put the model into a folder on the node and write model: /FOLDER. The download goes on at the next attempt."
