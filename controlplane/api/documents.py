@@ -37,6 +37,12 @@ def _mapping(value: Any, kind: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         found = "is empty" if value is None else "is a list" if isinstance(value, list) else "is a single value"
         raise ParseError(f"the body {found}; send one {kind} mapping")
+    try:
+        json.dumps(value, ensure_ascii=False, skipkeys=True, default=str).encode()
+    except UnicodeEncodeError:  # such a text can neither be stored nor shown again
+        raise ParseError(
+            "the body escapes half a surrogate pair (\\ud800 to \\udfff): write the character itself"
+        ) from None
     return value
 
 

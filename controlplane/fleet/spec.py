@@ -130,9 +130,11 @@ def parse(document: Mapping[str, Any]) -> DeploymentSpec:
     except msgspec.ValidationError as error:
         text = str(error)
         message, _, path = text.partition(" - at `")
+        if path.startswith("key` in `"):
+            raise InvalidInput("pools: name them prefill and decode, or aggregated", field="pools") from None
         field = path.rstrip("`").removeprefix("$").removeprefix(".") or None
         if field and "[...]" in field:
-            field = field.replace("[...]", "")
+            field = field.replace("[...]", f".{_bad_pool(document)}")
         unknown = re.search(r"unknown field `([^`]+)`", message)
         if unknown:
             field = f"{field}.{unknown[1]}" if field else unknown[1]
@@ -141,6 +143,16 @@ def parse(document: Mapping[str, Any]) -> DeploymentSpec:
             field = f"{field}.{missing[1]}" if field else missing[1]
         raise InvalidInput(f"{field or 'document'}: {message}", field=field) from None
     return checked(spec)
+
+
+def _bad_pool(document: Mapping[str, Any]) -> str:
+    """Which pool msgspec complained about: of a mapping's values it does not tell."""
+    for role, pool in document["pools"].items():
+        try:
+            msgspec.convert(pool, PoolSpec)
+        except msgspec.ValidationError:
+            return str(role)
+    raise AssertionError("msgspec refused a pool and then took it")
 
 
 def document(spec: DeploymentSpec) -> dict[str, Any]:
@@ -184,7 +196,7 @@ def _check_model(model: str) -> None:
         return
     if re.fullmatch(r"hub:[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?", model):
         return
-    if model.startswith("/") and len(model) > 1 and ".." not in model.split("/") and "\0" not in model:
+    if model.startswith("/") and 1 < len(model) <= 1000 and ".." not in model.split("/") and model.isprintable():
         return
     raise InvalidInput(
         "model: write package:NAME (a model inside a Python package), hub:ORG/NAME (a model hub) or /FOLDER (on the nodes)",
@@ -194,7 +206,7 @@ def _check_model(model: str) -> None:
 
 def _check_between(field: str, value: float | None, low: float, high: float) -> None:
     if value is not None and not low <= value <= high:
-        raise InvalidInput(f"{field}: {value:g} is not between {low:g} and {high:g}", field=field)
+        raise InvalidInput(f"{field}: {value} is not between {low} and {high}", field=field)
 
 
 def _check_pool(at: str, pool: PoolSpec) -> None:
@@ -212,8 +224,8 @@ def _check_extra_args(at: str, arguments: tuple[str, ...]) -> None:
             f"{at}: {arguments[0]!r} belongs to no option; begin with one, like --max-num-seqs", field=at
         )
     for argument in arguments:
-        if "\0" in argument:
-            raise InvalidInput(f"{at}: an argument holds a NUL character; remove it", field=at)
+        if re.search("[\0\ud800-\udfff]", argument):
+            raise InvalidInput(f"{at}: an argument holds a NUL character or half a surrogate pair; remove it", field=at)
         if not argument.startswith("-"):
             continue
         name = argument.split("=", 1)[0]

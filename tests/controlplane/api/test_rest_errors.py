@@ -37,6 +37,8 @@ def test_unknown_routes_are_json_404(db: None, method: str, path: str) -> None:
         ("application/json", '"x"', "single value"),
         ("application/json", "[" * 50_000, "not valid JSON"),
         ("application/json", b"\xff\xfe", "UTF-8"),
+        ("application/json", r'{"\ud800": 1}', "half a surrogate pair"),
+        ("application/yaml", r'model: "\uDC00"', "half a surrogate pair"),
         ("application/yaml", "a: [", "not valid YAML"),
         ("application/yaml", "# nothing", "is empty"),
         ("application/yaml", "a: 1\n---\nb: 2", "not valid YAML"),
