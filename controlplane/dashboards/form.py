@@ -121,6 +121,10 @@ def parse_yaml(text: str) -> dict[str, Any]:
         raise InvalidInput(
             f"yaml: {where}{getattr(error, 'problem', None) or 'this is not YAML'}", field="yaml"
         ) from None
+    except RecursionError:
+        raise InvalidInput("yaml: this is nested too deeply", field="yaml") from None
+    except ValueError as error:  # a number or a date that is none: 2026-13-45
+        raise InvalidInput(f"yaml: {error}", field="yaml") from None
     if not isinstance(document, dict):
         raise InvalidInput("yaml: write a mapping of fields, for example `name: smollm2`", field="yaml")
     return {str(key): value for key, value in document.items()}

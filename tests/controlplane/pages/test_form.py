@@ -77,6 +77,7 @@ def test_a_managed_argument_is_told_at_its_field() -> None:
     [
         ("a: [1", "line 1"), ("- a\n- b", "write a mapping"), ("", "write a mapping"), ("a: 1\n\tb: 2", "line 2"),
         ("!!python/object/apply:os.system ['true']", "yaml: "), ("x" * (form.LONGEST_YAML + 1), "at most"),
+        ("[" * 3000, "nested too deeply"), ("name: 2026-13-45", "month"), ("name: " + "9" * 5000, "digits"),
     ],
 )  # fmt: skip
 def test_yaml_that_is_none_says_where(text: str, said: str) -> None:
