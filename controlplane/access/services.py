@@ -57,6 +57,8 @@ def create_key(
         raise InvalidInput("role: only manage keys have a role; leave it out or choose the scope manage", field="role")
     if scope == MANAGE and models:
         raise InvalidInput("models: only inference keys are limited to models; leave it out", field="models")
+    if not all(1 <= len(model) <= 200 and model.isprintable() for model in models):
+        raise InvalidInput("models: write served names, of 1 to 200 printable characters each", field="models")
     if expires_at is not None and expires_at <= timezone.now():
         raise InvalidInput("expires_at: this time has passed; choose a later one, or leave it out", field="expires_at")
     role = role or Role.VIEWER

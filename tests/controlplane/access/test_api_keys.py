@@ -74,6 +74,9 @@ def past() -> datetime:
         ({"scope": "root"}, "scope"),
         ({"scope": "inference", "role": Role.VIEWER}, "role"),
         ({"scope": "manage", "models": ["m"]}, "models"),
+        ({"models": ["m", ""]}, "models"),
+        ({"models": ["a\0"]}, "models"),
+        ({"models": ["m" * 201]}, "models"),
         ({"expires_at": past}, "expires_at"),
     ],
 )
