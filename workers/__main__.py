@@ -23,7 +23,7 @@ import psutil
 from controlplane.fleet import wire
 from controlplane.fleet.config import Config, load
 from controlplane.fleet.errors import Conflict, InvalidInput, TandemError
-from controlplane.fleet.model import EngineAssignment, NodeFacts, Ports, Runtime
+from controlplane.fleet.model import EngineAssignment, GpuFacts, NodeFacts, Ports, Runtime
 from workers import command, hardware, models, runtimes
 from workers.agent import Agent
 from workers.app import WakeWorker
@@ -102,6 +102,11 @@ def until(stopping: threading.Event) -> Callable[[float], None]:
     return sleep
 
 
+def offered(wanted: str, able: tuple[Runtime, ...]) -> tuple[Runtime, ...]:
+    """The runtimes that this node takes engines of: what it is able to run, or of that only RUNTIME and the stand-in."""
+    return tuple(kind for kind in able if wanted in ("auto", kind) or kind is Runtime.SIM)
+
+
 class Node:
     """The parts of one agent process, put together from its settings."""
 
@@ -152,7 +157,10 @@ class Node:
 
     def _read_facts(self) -> NodeFacts:
         pids = self.agent.engine_pids() if hasattr(self, "agent") else set()
-        return hardware.read_facts(self._address, disk=self._cache, engine_pids=pids, runtimes=runtimes.installable)
+        return hardware.read_facts(self._address, disk=self._cache, engine_pids=pids, runtimes=self._offered)
+
+    def _offered(self, gpus: tuple[GpuFacts, ...]) -> tuple[Runtime, ...]:
+        return offered(self._config.runtime, runtimes.installable(gpus))
 
     def _ensure_runtime(self, kind: Runtime, *, progress: Progress) -> runtimes.EngineRuntime:
         return runtimes.ensure(kind, cache=self._cache, progress=progress)

@@ -15,12 +15,13 @@ import pytest
 import redis
 
 from controlplane.fleet import wire
-from controlplane.fleet.model import EngineAssignment, Observation, Phase, Role
+from controlplane.fleet.model import EngineAssignment, Observation, Phase, Role, Runtime
 from controlplane.fleet.wire import NodePlan, NodeReport
 from tests.conftest import RedisServer
 from tests.workers import test_redis_user
 from tests.workers.conftest import assignment, until
 from tests.workers.test_agent import running
+from workers.__main__ import offered
 from workers.app import make_app
 from workers.join import NODE_FILE, Identity
 
@@ -187,3 +188,18 @@ def test_what_is_wrong_at_the_start_is_one_sentence(
     assert agent.returncode == 1
     assert says in said
     assert len(said.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "able", "offers"),
+    [
+        ("auto", "gpu cpu sim", "gpu cpu sim"),
+        ("sim", "gpu cpu sim", "sim"),
+        ("cpu", "gpu cpu sim", "cpu sim"),
+        ("gpu", "gpu cpu sim", "gpu sim"),
+        ("gpu", "cpu sim", "sim"),
+    ],
+)
+def test_a_node_offers_the_runtime_it_was_told_to(wanted: str, able: str, offers: str) -> None:
+    """On a node of stand-ins a deployment that leaves the choice open must not install gigabytes of vLLM."""
+    assert " ".join(offered(wanted, tuple(Runtime(kind) for kind in able.split()))) == offers
