@@ -13,7 +13,7 @@ from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.wire import OnPrefillFailure, RoutingMode, RoutingPolicy
 from frontend_api import standalone
 from frontend_api.process import Options
-from frontend_api.server import Limits
+from frontend_api.reading import Limits
 from frontend_api.supervise import Supervisor
 
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from controlplane.fleet.wire import RequestRecord, Result
 from frontend_api import flow, openai
 from frontend_api.openai import Ask, Endpoint, Problem, Shape
-from frontend_api.server import ClientConnection, Request
+from frontend_api.reading import Request
+from frontend_api.server import ClientConnection
 from frontend_api.sse import EventReader, EventTooLong
 from frontend_api.upstream import Broken, Failure, Leg
 from frontend_api.view import Deployment

@@ -20,7 +20,8 @@ from controlplane.fleet.wire import RequestRecord, Result, Scope, SnapshotKey
 from frontend_api import openai
 from frontend_api.exchange import Exchange
 from frontend_api.openai import ENDPOINTS, OWNED_HEADER, Problem, Shape
-from frontend_api.server import ClientConnection, Request, Server
+from frontend_api.reading import Request
+from frontend_api.server import ClientConnection, Server
 from frontend_api.telemetry import Telemetry
 from frontend_api.upstream import Upstreams
 from frontend_api.view import Deployment, View

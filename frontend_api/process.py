@@ -15,7 +15,8 @@ from msgspec import Struct
 from controlplane.fleet.wire import FleetSnapshot
 from frontend_api import listeners
 from frontend_api.gate import Router
-from frontend_api.server import Limits, Server
+from frontend_api.reading import Limits
+from frontend_api.server import Server
 from frontend_api.shared import Slots
 from frontend_api.telemetry import Telemetry
 from frontend_api.upstream import Upstreams

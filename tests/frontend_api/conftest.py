@@ -23,7 +23,8 @@ from controlplane.fleet.wire import (
     SnapshotKey,
 )
 from frontend_api.gate import Router
-from frontend_api.server import Limits, Server
+from frontend_api.reading import Limits
+from frontend_api.server import Server
 from frontend_api.telemetry import Telemetry
 from frontend_api.upstream import Upstreams
 from frontend_api.view import View

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from controlplane.fleet.model import Role
-from frontend_api.server import Limits
+from frontend_api.reading import Limits
 from tests.frontend_api.client import PROMPT, Client, ask, events, request
 from tests.frontend_api.conftest import MakeSite, Site, until
 from tests.frontend_api.scripted import Heard, answer_well, chat_reply, unary
@@ -193,7 +193,7 @@ async def test_body_limit(make_site: MakeSite) -> None:
     assert (await ask(site.port, CHAT, fits)).status == 200
     reply = await ask(site.port, CHAT, fits + b" ")
     assert (reply.status, reply.error["code"]) == (413, "body_too_large")
-    for data in (b"%x\r\n%b\r\n1\r\nx\r\n" % (len(fits), fits), b"1;" + b"x" * 9_000):
+    for data in (b"%x\r\n%b\r\n1\r\nx\r\n" % (len(fits), fits), b"1;" + b"x" * 50_000):
         async with Client(site.port) as client:
             client.send(HEAD + CHUNKED + b"\r\n" + data)
             assert (await client.reply()).status == 413
@@ -227,7 +227,7 @@ async def test_slow_heads_and_bodies_time_out(make_site: MakeSite) -> None:
     for data in (b"POST / HT", HEAD + SIZED + b"\r\n" + BODY[:-1]):
         async with Client(site.port) as client:
             client.send(data)
-            await until(lambda: [c._in_message for c in site.server.connections] == [True])
+            await until(lambda: [c._reader.in_message for c in site.server.connections] == [True])
             site.server.sweep(asyncio.get_running_loop().time() + 1e6)
             assert (await client.reply()).status == 408
             assert await client.closed() == b""
