@@ -358,9 +358,8 @@ class AnswerLeg:
                 exchange.advance(flow.Replied(self._status, body))
                 return
             body = openai.read_reply(body, exchange.usage)
-            exchange.advance(flow.Began())
             exchange.connection.reply(self._status, exchange.answer_headers(self._headers), body)
-            exchange.advance(flow.Ended())
+            exchange.advance(flow.Began(whole=True))
         elif not exchange.streamed:
             exchange.reader = None
             exchange.advance(flow.Lost(Broken.RESET, True))

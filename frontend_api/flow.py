@@ -58,7 +58,9 @@ class Prefilled(NamedTuple):
 
 
 class Began(NamedTuple):
-    """The first byte of a good answer is on its way to the client."""
+    """A good answer is on its way to the client: its first bytes, or all of it."""
+
+    whole: bool = False
 
 
 class Ended(NamedTuple):
@@ -135,7 +137,8 @@ def serve(deployment: Deployment, alone: Reason | None, trace: Trace, clock: Cal
                 outcome = yield Decode(choice.decode, None, choice.decode in stale)
                 if isinstance(outcome, Began):
                     choice.decode.answered()
-                    yield None
+                    if not outcome.whole:
+                        yield None
                     return None
             strikes += _struck(outcome)
             unavailable = _after(outcome, choice.decode, avoid, stale, clock())
@@ -174,7 +177,8 @@ def serve(deployment: Deployment, alone: Reason | None, trace: Trace, clock: Cal
                     if isinstance(answer, Began):
                         decode.answered()
                         reading.release()
-                        yield None
+                        if not answer.whole:
+                            yield None
                         return None
                 strikes += _struck(answer)
                 unavailable = _after(answer, decode, avoid, stale, clock())

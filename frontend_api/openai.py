@@ -96,18 +96,25 @@ def read_request(endpoint: Endpoint, body: bytes) -> Ask:
         raise InvalidInput(f"{at or 'body'}: {str(error).partition(' - at')[0]}", field=at) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidInput(f"The body is not valid JSON: {error}") from None
-    for name in OWNED_FIELDS:
-        if getattr(fields, name) is not UNSET:
-            raise InvalidInput(f"{name}: this field is set by the router; remove it", field=name)
-    if isinstance(fields.vllm_xargs, dict):
-        for name in OWNED_FIELDS:
-            if name in fields.vllm_xargs:  # vLLM would take it as the field itself
-                raise InvalidInput(
-                    f"vllm_xargs.{name}: this is set by the router; remove it", field=f"vllm_xargs.{name}"
-                )
+    if (
+        fields.kv_transfer_params is not UNSET
+        or fields.ec_transfer_params is not UNSET
+        or fields.data_parallel_rank is not UNSET
+        or fields.vllm_xargs is not None
+    ):
+        _check_owned(fields)
     if not fields.model and endpoint.path != "/tokenize":
         raise InvalidInput("model: name the model", field="model")
     return Ask(fields.model or "", _alone(endpoint, fields))
+
+
+def _check_owned(fields: _Fields) -> None:
+    for name in OWNED_FIELDS:
+        if getattr(fields, name) is not UNSET:
+            raise InvalidInput(f"{name}: this field is set by the router; remove it", field=name)
+        if isinstance(fields.vllm_xargs, dict) and name in fields.vllm_xargs:  # vLLM takes it as the field itself
+            where = f"vllm_xargs.{name}"
+            raise InvalidInput(f"{where}: this is set by the router; remove it", field=where)
 
 
 def _alone(endpoint: Endpoint, fields: _Fields) -> Reason | None:

@@ -92,7 +92,7 @@ def says(outcome: Outcome) -> Callable[[Clock], Outcome]:
     return lambda clock: outcome
 
 
-OK = says(Began())
+OK = says(Began(whole=True))
 KV = prefilled
 NO_KV = says(Prefilled(None, 0.0))
 
@@ -181,6 +181,20 @@ def test_health_follows_connections_and_never_the_engines_answers() -> None:
         deployment = fleet("a0", "a1")
         walk(deployment, [says(outcome), OK])
         assert deployment.aggregated[0].health is health, outcome
+
+
+def test_a_stream_holds_decode_until_its_end_and_prefill_until_its_beginning() -> None:
+    deployment, clock = fleet("p0", "d0"), Clock()
+    flow = serve(deployment, None, Trace(), clock)
+    flow.send(None)
+    assert load(deployment) == {"p0": 1, "d0": 1}
+    flow.send(prefilled(clock))
+    assert load(deployment) == {"p0": 1, "d0": 1}
+    assert flow.send(Began()) is None
+    assert load(deployment) == {"d0": 1}
+    with pytest.raises(StopIteration):
+        flow.send(Ended())
+    assert load(deployment) == {}
 
 
 OUTCOMES = st.sampled_from(["began", "kv", "nokv", "refused", "reset", "stale", "400", "500", "401", "silent", "close"])
