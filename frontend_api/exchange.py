@@ -62,7 +62,7 @@ class Exchange:
         self._deployment = deployment
         self._explain = request.headers.get(b"x-tandem-explain") == b"1"
         self.leg: Leg | None = None
-        self._slow = False
+        self._slow = connection.slow  # what it was sent before may still be on its way
         self._over = False
         self._trace = flow.Trace()
         self._flow = flow.serve(deployment, ask.alone, self._trace, monotonic)

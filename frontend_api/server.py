@@ -103,6 +103,11 @@ class ClientConnection(asyncio.Protocol):
         if last:
             self._done(self._must_close())
 
+    @property
+    def slow(self) -> bool:
+        """The client has not taken what it was sent so far: send no more than is on its way already."""
+        return self._slow_since > 0
+
     def cut(self) -> None:
         """Break off so that the client sees that its reply is not whole."""
         self._closing = True

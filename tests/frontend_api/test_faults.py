@@ -462,12 +462,17 @@ async def test_client_gone_while_connecting(alone: Site) -> None:
     assert alone.engines["a"].heard == []
 
 
-async def test_slow_client_pauses_the_engine(make_site: MakeSite) -> None:
+@pytest.mark.parametrize("pipelined", [False, True], ids=["one", "behind a reply that is still on its way"])
+async def test_slow_client_pauses_the_engine(make_site: MakeSite, pipelined: bool) -> None:
     """Memory stays bounded: what the client does not take is not read from the engine."""
     written = 0
+    big = b"x" * 30_000_000
 
     async def firehose(heard: Heard, writer: asyncio.StreamWriter) -> None:
         nonlocal written
+        if not heard.body.get("stream"):
+            writer.write(unary(big))
+            return
         writer.write(STREAM_HEAD)
         for _ in range(1_000):
             writer.write(framed(chunk("x" * 60_000)))
@@ -478,6 +483,8 @@ async def test_slow_client_pauses_the_engine(make_site: MakeSite) -> None:
     site = await aggregated(make_site, firehose)
     async with Client(site.port) as client:
         client.writer.transport.pause_reading()
+        if pipelined:
+            client.post(CHAT, PROMPT)
         client.post(CHAT, STREAM)
         before = -1
         while before != written or not written:
@@ -485,6 +492,8 @@ async def test_slow_client_pauses_the_engine(make_site: MakeSite) -> None:
             await asyncio.sleep(0.3)
         assert written < 40_000_000  # what four socket buffers hold
         client.writer.transport.resume_reading()
+        if pipelined:
+            assert (await client.reply()).body == big
         reply = await client.reply()
         assert reply.body.endswith(DONE)
         assert len(reply.body) > 60_000_000
