@@ -343,6 +343,14 @@ class AnswerLeg:
                     exchange.leg.cancel()
                 exchange.advance(flow.Replied(self._status, body))
                 return
+            if reader.empty:
+                self._status = 502
+                exchange.reader = None
+                if exchange.leg is not None:
+                    exchange.leg.cancel()
+                problem = Problem(502, "empty_answer", "The engine ended its answer without a single token.")
+                exchange.advance(flow.Replied(502, openai.error_body(problem)))
+                return
             exchange.connection.begin(200, exchange.answer_headers(self._headers) + _STREAM_HEADERS)
             exchange.streamed = True
             exchange.advance(flow.Began())

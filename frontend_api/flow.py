@@ -123,8 +123,10 @@ def serve(deployment: Deployment, alone: Reason | None, trace: Trace, clock: Cal
     while legs < MAX_LEGS and strikes < MAX_STRIKES:
         choice = choose(deployment, now=clock(), alone=alone, avoid=avoid)
         if choice.decode is None:
+            if unavailable is not None:  # the record keeps the choice that failed
+                return unavailable
             trace.reason = choice.reason.value
-            return unavailable or no_engine(deployment)
+            return no_engine(deployment)
         if choice.fallback:
             if deployment.routing.on_prefill_failure is OnPrefillFailure.FAIL:
                 trace.reason = choice.reason.value

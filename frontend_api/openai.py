@@ -91,6 +91,8 @@ def read_request(endpoint: Endpoint, body: bytes) -> Ask:
     """
     try:
         fields = _fields.decode(body)
+        if not body.isascii():
+            body.decode()  # msgspec checks only the text that it turns into a value
     except msgspec.ValidationError as error:
         at = str(error).partition("`$.")[2].rstrip("`") or None
         raise InvalidInput(f"{at or 'body'}: {str(error).partition(' - at')[0]}", field=at) from None
@@ -131,7 +133,10 @@ def _alone(endpoint: Endpoint, fields: _Fields) -> Reason | None:
             return Reason.EMBEDDED_PROMPT
         prompt = bytes(fields.prompt)
         if prompt[:1] == b"[":
-            items = _list.decode(prompt)
+            try:
+                items = _list.decode(prompt)
+            except msgspec.MsgspecError as error:  # a number that no machine type holds
+                raise InvalidInput(f"prompt: {str(error).partition(' - at')[0]}", field="prompt") from None
             if len(items) != 1 and not (items and all(type(item) is int for item in items)):
                 return Reason.SEVERAL_PROMPTS
     return None

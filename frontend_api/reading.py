@@ -49,7 +49,7 @@ class Request:
         self.keep_alive = True
         self.body = b""
         self.received_at = 0.0
-        """`perf_counter` when its last byte came."""
+        """`perf_counter` when its last byte came, or when its turn came on a connection with earlier requests."""
         self.refusal: Problem | None = None
         self.key: SnapshotKey | None = None
         """The API key it came with."""
@@ -83,6 +83,8 @@ class RequestReader:
         self._fed = 0
         """Bytes of the present head (later: of a chunked body) before the piece that is being read."""
         self._piece = 0
+        self._messages = 0
+        """Whose bytes the piece may hold."""
         self._length = 0
         self._chunked = False
         self._upgrading = False
@@ -91,35 +93,51 @@ class RequestReader:
     def feed(self, data: bytes) -> None:
         """Read on. Whole requests are in `requests` afterwards; the next cannot be read once `broken` is set."""
         self._piece = len(data)
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._ignore_upgrade(data[upgrade.args[0] :])
-            return
-        except httptools.HttpParserCallbackError:
-            raise
-        except httptools.HttpParserError as error:
-            self._break(400, "bad_request", f"This is not valid HTTP/1.1: {error}.")
-            return
+        self._messages = int(self.in_message)
+        while data:
+            try:
+                self._parser.feed_data(data)
+                break
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+                if self.broken is not None:
+                    return
+                self._ignore_upgrade()
+            except httptools.HttpParserCallbackError:
+                raise
+            except httptools.HttpParserError as error:
+                self._break(400, "bad_request", f"This is not valid HTTP/1.1: {error}.")
+                return
         if not self.in_message:
             return
-        self._fed += len(data)
+        if self._messages == 1:  # else most of the piece was earlier requests'
+            self._fed += self._piece
         if self.in_head:
             self._check_head(self._fed)
         elif self._chunked and self._fed > 8 * self._limits.body_bytes + self._limits.head_bytes:
             self._too_large()  # one-byte chunks and endless chunk extensions cost more than they carry
 
-    def _ignore_upgrade(self, rest: bytes) -> None:
+    @property
+    def full(self) -> bool:
+        """Enough was read ahead: nothing more should be fed until a request was taken."""
+        limits, waiting = self._limits, self.requests
+        return len(waiting) >= limits.pipelined or sum(len(request.body) for request in waiting) > limits.body_bytes
+
+    def close(self) -> None:
+        """Hold nothing any more. Parser and reader refer to each other: without this, bodies would stay in memory until
+        the collector comes by, which it does for the number of objects and not for their size."""
+        del self._parser
+        self.requests.clear()
+        self._body = []
+        self._request = Request()
+
+    def _ignore_upgrade(self) -> None:
         """Offers of another protocol (h2c, by some clients with every first request) may be ignored: read on as HTTP/1.1."""
-        if self.broken is not None:
-            return
         self._parser = httptools.HttpRequestParser(self)
         framing = b"Transfer-Encoding: chunked" if self._chunked else b"Content-Length: %d" % self._length
         self._replaying = True
         self._upgrading = False
         self._parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n\r\n" % framing)
-        if rest:
-            self.feed(rest)
 
     def give_up(self, problem: Problem) -> None:
         """Read no further."""
@@ -148,6 +166,7 @@ class RequestReader:
         self._request = request = Request()
         self._headers = request.headers
         self.in_message = self.in_head = True
+        self._messages += 1
         self.began = monotonic()
         self._target = b""
         self._fed = self._body_bytes = self._length = 0

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import socket
 from http import HTTPStatus
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Protocol, cast
 
 from frontend_api.openai import Problem, error_body
@@ -125,11 +125,14 @@ class ClientConnection(asyncio.Protocol):
     def _done(self, close: bool) -> None:
         self.exchange = None
         self._busy = False
+        self.current.body = b""  # an idle connection shall not hold it
         if close:
             self._closing = True
             if self._transport is not None:
                 self._transport.close()
         elif self._reader.requests or self._reader.broken is not None:
+            if self._reader.requests:  # that it waited for its turn is the client's doing
+                self._reader.requests[0].received_at = perf_counter()
             asyncio.get_running_loop().call_soon(self._next)
         elif self._paused_reading:
             self._resume_reading()
@@ -154,7 +157,7 @@ class ClientConnection(asyncio.Protocol):
                 self._linger(self._reader.broken)
             else:
                 break
-        if self._paused_reading and len(self._reader.requests) < self._server.limits.pipelined and not self._closing:
+        if self._paused_reading and not self._reader.full and not self._closing:
             self._resume_reading()
 
     def _linger(self, problem: Problem) -> None:
@@ -192,6 +195,8 @@ class ClientConnection(asyncio.Protocol):
         self._server.connections.discard(self)
         self._transport = None
         self._gone()
+        self._reader.close()
+        self.current = Request()
 
     def eof_received(self) -> bool:
         self._gone()
@@ -223,7 +228,7 @@ class ClientConnection(asyncio.Protocol):
             reader.wants_continue = False
             self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._next()
-        if len(reader.requests) >= self._server.limits.pipelined and self._transport is not None and not self._closing:
+        if reader.requests and reader.full and self._transport is not None and not self._closing:
             self._paused_reading = True
             self._transport.pause_reading()
 

@@ -64,6 +64,11 @@ class EventReader:
         self.failed = False
         """The engine reported an error inside the stream."""
 
+    @property
+    def empty(self) -> bool:
+        """It ended without what even an answer of no words has: one event of a choice."""
+        return self.done and not self.texts and not self.failed and self._end == b"[DONE]" and self._mark != b"data:"
+
     def feed(self, data: bytes) -> bytes:
         """The whole events that are complete now, ready to relay. Raises `EventTooLong`."""
         if self._held:

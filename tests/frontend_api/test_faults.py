@@ -397,6 +397,16 @@ async def test_an_empty_stream_is_no_answer(make_site: MakeSite) -> None:
     assert (await ask(site.port, CHAT, STREAM)).status == 503
 
 
+@pytest.mark.parametrize("framing", [lambda data: framed(data), lambda data: b"".join(framed(b"%c" % c) for c in data)])
+async def test_a_stream_of_nothing_but_its_end_is_no_answer(make_site: MakeSite, framing: Any) -> None:
+    """The client would take it for an empty success. Another engine is tried; without one, it is told."""
+    site = await aggregated(make_site, says(STREAM_HEAD + framing(DONE) + LAST))
+    reply = await ask(site.port, CHAT, STREAM)
+    assert (reply.status, reply.error["code"]) == (502, "empty_answer")
+    await site.settled()
+    assert (site.record.result, site.record.status, site.record.reason) == (Result.FAILED, 502, "aggregated")
+
+
 async def test_only_an_exact_line_ends_a_stream(make_site: MakeSite) -> None:
     text = ROLE + chunk("data: [DONE]") + event("[DONE] not")
     site = await aggregated(make_site, says(STREAM_HEAD + framed(text) + LAST))

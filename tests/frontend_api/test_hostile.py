@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import tracemalloc
 
 import pytest
 
@@ -112,6 +114,112 @@ async def test_unusual_and_served(alone: Site, data: bytes, step: int) -> None:
                 await asyncio.sleep(0)
             assert (await client.reply()).status == 200
     assert [heard.raw for heard in alone.engines["a"].heard] == [BODY, BODY]
+
+
+async def test_offers_of_another_protocol_may_come_by_the_thousand(alone: Site) -> None:
+    offer = b"GET /health HTTP/1.1\r\nHost: r\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    async with Client(alone.port) as client:
+        client.send(offer * 2000)
+        for _ in range(2000):
+            assert (await client.reply()).status == 200
+
+
+async def test_a_pipelined_head_is_not_charged_for_the_body_before_it(alone: Site) -> None:
+    body = json.dumps({**PROMPT, "user": "u" * 60_000}).encode()
+    first = HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    async with Client(alone.port) as client:
+        client.send(first + b"GET /hea")
+        assert (await client.reply()).status == 200
+        client.send(b"lth HTTP/1.1\r\nHost: r\r\n\r\n")
+        assert (await client.reply()).status == 200
+
+
+async def test_waiting_for_earlier_answers_is_no_overhead_of_the_router(alone: Site) -> None:
+    engine = alone.engines["a"]
+    free = asyncio.Event()
+
+    async def answer_late(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        await free.wait()
+        await answer_well(heard, writer)
+
+    engine.answer = answer_late
+    async with Client(alone.port) as client:
+        client.send(request(CHAT, PROMPT, **{"X-Request-Id": "first"}) + request(CHAT, PROMPT))
+        await until(lambda: bool(engine.heard))
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await until(lambda: loop.time() - began > 0.3)
+        free.set()
+        for _ in range(2):
+            assert (await client.reply()).status == 200
+    await alone.settled()
+    first, second = alone.telemetry.records
+    assert first.e2e > 0.3
+    assert second.overhead_us < first.e2e * 1e6
+
+
+async def test_what_waits_behind_a_slow_answer_is_bounded_in_bytes(make_site: MakeSite) -> None:
+    site = await make_site(limits=Limits(body_bytes=100_000))
+    free = asyncio.Event()
+
+    async def answer_late(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        await free.wait()
+        await answer_well(heard, writer)
+
+    await site.engine("a", Role.AGGREGATED, answer_late)
+    site.publish()
+    large = request(CHAT, {"model": "no such", "user": "u" * 80_000})
+    async with Client(site.port) as client:
+        client.send(request(CHAT, PROMPT) + large * 12)
+        await until(lambda: bool(site.engines["a"].heard))
+        (connection,) = site.server.connections
+        reader = connection._reader
+        await until(lambda: reader.full)
+        await until(lambda: connection._paused_reading)
+        assert len(reader.requests) < 8  # the limit, and one piece of the socket's
+        free.set()
+        assert [(await client.reply()).status for _ in range(13)] == [200, *[404] * 12]
+
+
+async def test_a_connection_that_is_gone_or_idle_holds_no_body(alone: Site) -> None:
+    """The collector counts objects, not bytes: bodies that wait for it would fill the memory first."""
+    large = request(CHAT, {"model": "no such", "user": "u" * (4 << 20)})
+    part = large[: 3 << 20]
+    both = large + part
+    gc.disable()
+    tracemalloc.start()
+    try:
+        async with Client(alone.port) as idle:
+            idle.send(large)
+            assert (await idle.reply()).status == 404
+            for data in (large, part, both) * 2:
+                async with Client(alone.port) as client:
+                    client.send(data)
+                    if data is not part:
+                        assert (await client.reply()).status == 404
+            await until(lambda: len(alone.server.connections) == 1)
+            await until(lambda: tracemalloc.get_traced_memory()[0] < 3 << 20)  # what is sent is older
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+
+
+BAD_TEXT = {
+    "prompt": b'{"model": "m", "prompt": "\xff"}',
+    "list of prompts": b'{"model": "m", "prompt": ["\xff", "b"]}',
+    "unknown field's name": b'{"model": "m", "prompt": "a", "\xff": 1}',
+    "number without a machine type": b'{"model": "m", "prompt": [1e999, 2]}',
+    "integer without a machine type": b'{"model": "m", "prompt": [%b]}' % (b"9" * 5000),
+}
+
+
+@pytest.mark.parametrize("body", BAD_TEXT.values(), ids=BAD_TEXT)
+async def test_json_that_no_engine_could_read_is_the_clients_fault(pair: Site, body: bytes) -> None:
+    async with Client(pair.port) as client:
+        client.send(HEAD.replace(b"chat/", b"") + b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
+        reply = await client.reply()
+    assert (reply.status, reply.error["code"]) == (400, "invalid_input")
+    assert all(not engine.heard for engine in pair.engines.values())
 
 
 async def test_http_1_0(alone: Site) -> None:
