@@ -236,6 +236,8 @@ class EngineRun:
                     failures += 1
                     if record.warmed and failures >= FAILURES_TO_UNHEALTHY:
                         self._say(Phase.UNHEALTHY, f"Does not answer its health probe: {error}", None)
+                    elif not record.warmed and self._complains_of_a_port():
+                        process.kill()  # vLLM's threads die of it one by one; the process would hang for ever
                 self._pause(process, self._pace.running if record.warmed else self._pace.starting)
         sweep(process.folder)
         if retry_ports and not record.warmed and self.stopping_since is None and self._lost_a_port():
@@ -324,8 +326,11 @@ class EngineRun:
         except OSError as error:
             log.error("%s: its log cannot be written: %s", self.assignment.engine, error.strerror)
 
+    def _complains_of_a_port(self) -> bool:
+        return "address already in use" in tail(self.folder, 4096).lower()
+
     def _lost_a_port(self) -> bool:
-        return "address already in use" in tail(self.folder, 4096).lower() or not all(
+        return self._complains_of_a_port() or not all(
             is_free(self._record.address, port) for port in numbers(self._record.ports)
         )
 

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 
 import pytest
 
 from tests.flows.site import Site
-
-logging.getLogger("httpx").setLevel(logging.WARNING)  # one line a poll would bury a failure
 
 
 @pytest.fixture(scope="module")

@@ -177,6 +177,28 @@ def test_an_engine_that_never_gets_its_ports_ends(node: Node, monkeypatch: pytes
         thief.close()
 
 
+HANGS_WITHOUT_ITS_PORT = """
+import time
+print("zmq.error.ZMQError: Address already in use (addr='tcp://127.0.0.1:1')", flush=True)
+time.sleep(600)
+"""
+
+
+def test_an_engine_that_hangs_for_want_of_a_port_is_started_again(node: Node) -> None:
+    tries: list[int] = []
+
+    def build(assignment: EngineAssignment, *, ports: Ports, **more: object) -> Command:
+        tries.append(ports.http)
+        if len(tries) == 1:
+            return Command((sys.executable, "-c", HANGS_WITHOUT_ITS_PORT), {"VLLM_API_KEY": assignment.secret})
+        return build_sim(assignment, ports=ports, **more)  # type: ignore[arg-type]
+
+    node.build = build  # type: ignore[assignment]
+    node.want(assignment("d"))
+    assert node.until_phase("d", Phase.WARMING).attempt == 1
+    assert len(tries) == 2
+
+
 STUBBORN = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,0 +1,60 @@
+"""The whole product with real engines: deployed, asked, one engine killed and replaced. Runs before the shared engines start
+(`conftest.py` sees to it): more than three real engines do not fit beside each other.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.flows.site import Site
+
+START_SECONDS = 600
+"""Two engines on two busy cores, the runtime and the model being there."""
+
+
+@pytest.fixture(scope="module")
+def tandem(runtime: object, model_path: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    site = Site(tmp_path_factory.mktemp("site"), runtime="cpu")
+    try:
+        site.up()
+        site.deploy(prefill=1, decode=1, timeout=START_SECONDS)
+        yield site
+    finally:
+        site.down()
+
+
+def capital(site: Site) -> dict[str, Any]:
+    status, reply = site.ask(text="What is the capital of France?")
+    assert status == 200, reply
+    assert "Paris" in reply["choices"][0]["message"]["content"]
+    return reply
+
+
+def test_ready_engines_have_proved_a_transfer_and_answer_disaggregated(tandem: Site) -> None:
+    prefill, decode = (tandem.engines(role=role)[0] for role in ("prefill", "decode"))
+    (proof,) = decode["observation"]["pairs"]
+    assert proof["ok"]
+    assert proof["prefill"] == prefill["id"]
+    assert proof["bytes_moved"] > 0
+    reply = capital(tandem)
+    assert reply["headers"]["x-tandem-prefill"] == prefill["id"]
+    assert reply["headers"]["x-tandem-decode"] == decode["id"]
+
+
+def test_a_killed_decode_engine_is_replaced_and_the_next_request_served(tandem: Site) -> None:
+    victim = tandem.engines(role="decode")[0]
+    prefill = tandem.engines(role="prefill")[0]
+    os.kill(victim["pid"], signal.SIGKILL)
+    tandem.until(
+        lambda: tandem.ready(prefill=1, decode=1) and tandem.engines(role="decode")[0]["attempt"] > victim["attempt"],
+        "the decode engine is replaced",
+        START_SECONDS,
+    )
+    tandem.until(lambda: tandem.ask()[0] == 200, "the router serves again")
+    capital(tandem)
+    assert tandem.engines(role="prefill")[0]["pid"] == prefill["pid"], "its partner was left alone"
