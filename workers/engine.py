@@ -30,6 +30,7 @@ from workers.record import EngineRecord, Records, note, tail
 log = logging.getLogger(__name__)
 
 PORT_TRIES = 3
+STARTS_AGAIN = "a port was taken before the engine could bind it; starts again with fresh ones"
 EXIT_SEEN_WITHIN = 0.2
 """Seconds."""
 FAILURES_TO_UNHEALTHY = 3
@@ -220,7 +221,7 @@ class EngineRun:
             last = again == PORT_TRIES - 1
             if not self._watch(process, retry_ports=not last):
                 return
-            self._note("a port was taken before the engine could bind it; starts again with fresh ones")
+            self._note(STARTS_AGAIN)
 
     def _watch(self, process: EngineProcess, *, retry_ports: bool = False) -> bool:
         """Probes until the process has ended. True: it lost a port before it answered, and shall be started again."""
@@ -327,7 +328,8 @@ class EngineRun:
             log.error("%s: its log cannot be written: %s", self.assignment.engine, error.strerror)
 
     def _complains_of_a_port(self) -> bool:
-        return "address already in use" in tail(self.folder, 4096).lower()
+        since_start = tail(self.folder, 4096).rpartition(STARTS_AGAIN)[2]
+        return "address already in use" in since_start.lower()
 
     def _lost_a_port(self) -> bool:
         return self._complains_of_a_port() or not all(
