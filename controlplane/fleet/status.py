@@ -66,14 +66,18 @@ def derive(wanted: Mapping[Role, int], engines: Iterable[EngineView], *, deletin
     worst = failed or pending or missing
     why = f"{worst[0].name}: {worst[0].reason}" if worst and worst[0].reason else "Engines are being created."
     if serves:
-        return condition(Status.DEGRADED, f"Serving with {_pools(counts)} of {_pools(wanted)}. {why}")
+        return condition(Status.DEGRADED, f"Serving with {_shares(counts, wanted)}. {why}")
     if failed:
         return condition(Status.FAILED, f"Not serving. {why}")
     if pending:
         return condition(Status.WAITING, f"Not serving yet. {why}")
     waits = f" Awaits {LIMITS[missing[0].state].awaits}." if missing else ""
-    return condition(Status.STARTING, f"Starting: {_pools(counts)} of {_pools(wanted)} ready.{waits}")
+    return condition(Status.STARTING, f"Starting: {_shares(counts, wanted)} ready.{waits}")
 
 
 def _pools(counts: Mapping[Role, int]) -> str:
     return " and ".join(f"{counts[role]} {role}" for role in Role if role in counts)
+
+
+def _shares(counts: Mapping[Role, int], wanted: Mapping[Role, int]) -> str:
+    return " and ".join(f"{counts[role]} of {wanted[role]} {role}" for role in Role if role in wanted)

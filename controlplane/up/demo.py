@@ -183,11 +183,9 @@ class Demo:
 
 def _line(engine: dict[str, Any]) -> Line:
     observation = engine["observation"] or {}
-    progress = observation.get("progress")
-    share = f"{progress:.0%} " if progress is not None else ""
     since = datetime.fromisoformat(engine["since"]).timestamp()
     pid = 0 if observation.get("phase") == "exited" else observation.get("pid") or 0
-    return Line(f"{NAME} {engine['name']}", engine["state"], share + engine["reason"], pid, since)
+    return Line(f"{NAME} {engine['name']}", engine["state"], engine["reason"], pid, since)
 
 
 def _url(engine: dict[str, Any]) -> str:

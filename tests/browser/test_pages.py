@@ -117,7 +117,7 @@ def test_form_and_yaml_stay_in_step_and_errors_stand_at_their_field(page: Page, 
     expect(page.get_by_label("Longest prompt + answer")).to_have_value("2048")
     page.get_by_role("button", name="Create deployment").click()
     expect(page).to_have_url(re.compile("/deployments/made-here/$"))
-    expect(page.locator(".lede")).to_contain_text("0 prefill and 0 decode of 1 prefill and 2 decode ready")
+    expect(page.locator(".lede")).to_contain_text("0 of 1 prefill and 0 of 2 decode ready")
 
 
 def test_the_page_polls_while_the_socket_is_down(page: Page, demo: tuple[str, str]) -> None:

@@ -23,14 +23,14 @@ def views(prefill: str, decode: str, reason: str = "because.") -> list[EngineVie
     ("wanted", "engines", "status", "words"),
     [
         (ONE_EACH, views("ready", "ready"), Status.READY, "Serving with 1 prefill and 1 decode."),
-        (ONE_EACH, [], Status.STARTING, "Starting: 0 prefill and 0 decode of 1 prefill and 1 decode ready."),
+        (ONE_EACH, [], Status.STARTING, "Starting: 0 of 1 prefill and 0 of 1 decode ready."),
         (ONE_EACH, views("starting", "fetching"), Status.STARTING, "Awaits the engine to answer a first completion."),
         (ONE_EACH, views("pending", "pending"), Status.WAITING, "Not serving yet. prefill-0: because."),
         (ONE_EACH, views("failed", "warming"), Status.FAILED, "Not serving. prefill-0: because."),
         (ONE_EACH, views("failed", "ready"), Status.DEGRADED, "prefill-0: because."),
         (ONE_EACH, views("ready", "failed"), Status.FAILED, "decode-1: because."),
         (ONE_EACH, views("ready draining", "ready"), Status.READY, "Serving"),
-        ({P: 1, D: 2}, views("ready", "ready pending"), Status.DEGRADED, "1 decode of 1 prefill and 2 decode"),
+        ({P: 1, D: 2}, views("ready", "ready pending"), Status.DEGRADED, "1 of 1 prefill and 1 of 2 decode"),
         ({P: 0, D: 0}, [], Status.STOPPED, "Scale a pool up to serve."),
         ({P: 0, D: 0}, views("draining", "stopping"), Status.STOPPED, "Stopping: 2 engines"),
         (
