@@ -48,7 +48,9 @@ def is_suspect(engine: EngineRecord) -> bool:
 def condition_of(deployment: DeploymentRecord, engines: Iterable[EngineRecord]) -> Condition:
     """The deployment's derived condition."""
     wanted = {role: pool.replicas for role, pool in deployment.spec.pools.items()}
-    views = [EngineView(e.role, e.state, e.name, e.reason) for e in engines if e.state is not State.STOPPED]
+    views = [
+        EngineView(e.role, e.state, e.name, e.reason, is_suspect(e)) for e in engines if e.state is not State.STOPPED
+    ]
     return derive(wanted, views, deleting=deployment.deleting)
 
 

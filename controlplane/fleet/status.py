@@ -18,7 +18,7 @@ class Status(StrEnum):
     STARTING = "starting"
     READY = "ready"
     DEGRADED = "degraded"
-    """It serves, with fewer engines than wanted."""
+    """It serves, with fewer engines than wanted, or nobody can tell whether it does."""
     FAILED = "failed"
     """It does not serve, and an engine has failed."""
     DELETING = "deleting"
@@ -29,6 +29,8 @@ class EngineView(NamedTuple):
     state: State
     name: str
     reason: str
+    suspect: bool = False
+    """It was ready when its node fell silent, and still gets requests."""
 
 
 class Condition(NamedTuple):
@@ -67,6 +69,9 @@ def derive(wanted: Mapping[Role, int], engines: Iterable[EngineView], *, deletin
     why = f"{worst[0].name}: {worst[0].reason}" if worst and worst[0].reason else "Engines are being created."
     if serves:
         return condition(Status.DEGRADED, f"Serving with {_shares(counts, wanted)}. {why}")
+    hoped = [e for e in engines if e.suspect and e.role is not Role.PREFILL]
+    if hoped:
+        return condition(Status.DEGRADED, f"Perhaps serving: requests still go to {hoped[0].name}. {hoped[0].reason}")
     if failed:
         return condition(Status.FAILED, f"Not serving. {why}")
     if pending:

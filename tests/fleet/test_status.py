@@ -45,6 +45,12 @@ def views(prefill: str, decode: str, reason: str = "because.") -> list[EngineVie
             Status.FAILED,
             "gone.",
         ),
+        (
+            ONE_EACH,
+            [EngineView(P, State.LOST, "prefill-0", "silent."), EngineView(D, State.LOST, "decode-0", "silent.", True)],
+            Status.DEGRADED,
+            "Perhaps serving: requests still go to decode-0. silent.",
+        ),
     ],
 )
 def test_conditions(wanted: dict[Role, int], engines: list[EngineView], status: Status, words: str) -> None:

@@ -492,6 +492,7 @@ def test_a_silent_nodes_engines_become_suspects_and_stay_in_the_snapshot(fleet: 
     fleet.run(2)
     assert {e.state for e in fleet.engines()} == {"lost"}
     assert fleet.serving() == ["decode-0?", "prefill-0?"]
+    assert fleet.status() == "degraded", "requests are still served: that it does not serve would be a lie"
     fleet.skip(3600)
     fleet.run(3)
     assert {e.state for e in fleet.engines()} == {"lost"}, "there is no other node: nothing is thrown away"
