@@ -55,6 +55,10 @@ def main() -> int:
     except TandemError as error:
         screen.problem(error.message)
         code = 1
+    except OSError as error:  # a full disk, most likely
+        where = f" ({error.filename})" if error.filename else ""
+        screen.problem(f"{error.strerror or error}{where}: put this right and type `make up` again.")
+        code = 1
     finally:
         signals.came = True
         screen.close()

@@ -7,6 +7,7 @@ of its supervisor's socket in its environment, each engine works in its own fold
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -55,18 +56,19 @@ class Supervisor:
         """Start supervisord with no program running yet. Raises `Unavailable` with its last words."""
         self.state.write(self.state.supervisor_config, config)
         self.state.supervisor_socket.unlink(missing_ok=True)
-        output = self.state.logs / "supervisord.out"
-        with output.open("wb") as out:
+        # A file in memory: supervisord tells there of a log that it cannot write, and would end when that fails as well.
+        with os.fdopen(os.memfd_create("supervisord"), "w+", errors="replace") as output:
             # A session of its own: the terminal's Ctrl-C is for `make up` alone, which then stops things in order.
             self._child = subprocess.Popen(
                 [sys.executable, "-m", "supervisor.supervisord", "-c", str(self.state.supervisor_config)],
-                stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=dict(environment), start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=dict(environment), start_new_session=True,
             )  # fmt: skip
-        deadline = time.monotonic() + 20
-        while not self.answers():
-            if self._child.poll() is not None or time.monotonic() > deadline:
-                raise Unavailable(f"The process supervisor did not start: {output.read_text().strip()[-500:]}")
-            time.sleep(0.02)
+            deadline = time.monotonic() + 20
+            while not self.answers():
+                if self._child.poll() is not None or time.monotonic() > deadline:
+                    output.seek(0)
+                    raise Unavailable(f"The process supervisor did not start: {output.read().strip()[-500:]}")
+                time.sleep(0.02)
 
     def answers(self) -> bool:
         try:

@@ -76,6 +76,21 @@ def alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
+def test_a_full_disk_ends_no_program(supervisor: Supervisor) -> None:
+    """Lines are lost then, not the service."""
+    logs = supervisor.state.logs
+    for log in ("supervisord.out", "supervisord.log", "talker.log"):
+        (logs / log).symlink_to("/dev/full")
+    done = supervisor.state.home / "done"
+    code = f"import pathlib, time; print('x' * 9000, flush=True); pathlib.Path({str(done)!r}).touch(); time.sleep(600)"
+    pids = start(supervisor, (program("talker", code, 1),))
+    until(done.exists)
+    for _ in range(3):  # each answer comes from one more round of supervisord's loop
+        assert supervisor.answers()
+    assert supervisor.alive()
+    assert {p.name: p.pid for p in supervisor.processes()} == pids
+
+
 def test_it_stops_in_order_and_kills_what_does_not_listen(supervisor: Supervisor) -> None:
     pids = start(supervisor)
     told: list[str] = []
