@@ -49,7 +49,7 @@ def handler(error: Exception, context: dict[str, Any]) -> Response:
     set_rollback()
     if isinstance(error, OperationalError):
         logger.warning("the database did not answer: %s", error)
-        error = Unavailable("the database is busy or away; try again in a moment")
+        error = Unavailable(_why_no_database(str(error)))
     if isinstance(error, DataError):
         logger.warning("the database refused a value: %s", error)
         error = InvalidInput("a value cannot be stored: does a text hold a NUL character?")
@@ -69,6 +69,14 @@ def handler(error: Exception, context: dict[str, Any]) -> Response:
         return _of_framework(error)
     logger.error("a view failed", exc_info=error)
     return Response(envelope("internal_error", "this is a defect of Tandem; its log has the trace"), status=500)
+
+
+def _why_no_database(said: str) -> str:
+    if "disk is full" in said or "No space left" in said:
+        return "the disk of the database is full: make room on it, then try again"
+    if "readonly" in said or "read-only" in said:
+        return "the database cannot be written: check the owner and the mount of its folder"
+    return "the database is busy or away; try again in a moment"
 
 
 def _of_framework(error: exceptions.APIException) -> Response:

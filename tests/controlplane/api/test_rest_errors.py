@@ -177,6 +177,9 @@ def test_what_is_away_is_503_and_worth_another_try(admin: Client, world: Deploym
         error = refusal(call(admin, "POST", "deployments/demo/scale", {"role": "decode", "replicas": 2}), 503)
     assert error["retryable"]
     assert "locked" not in error["message"]
+    with patch.object(services, "scale", side_effect=OperationalError("database or disk is full")):
+        error = refusal(call(admin, "POST", "deployments/demo/scale", {"role": "decode", "replicas": 2}), 503)
+    assert "make room" in error["message"]
 
 
 def test_what_the_database_cannot_hold_is_400(admin: Client, world: Deployment) -> None:
