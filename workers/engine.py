@@ -20,7 +20,7 @@ from msgspec import Struct
 from controlplane.fleet.errors import TandemError
 from controlplane.fleet.model import EngineAssignment, EngineLoad, Observation, Phase, Role
 from workers.launch import Launcher
-from workers.logs import Source
+from workers.logs import Source, plain
 from workers.pairs import PairProver
 from workers.ports import is_free, numbers
 from workers.probe import EngineClient, Identity, Unanswered
@@ -346,7 +346,7 @@ class EngineRun:
             guard = " (perhaps for want of memory: see the system's log)" if code == -signal.SIGKILL else ""
             return f"Ended by signal {-code}, {signal.Signals(-code).name}{guard}."
         words = [line.strip() for line in tail(self.folder, 2048).splitlines() if line.strip()]
-        said = words[-1].replace(self.assignment.secret, "[secret]")[:200] if words else ""
+        said = plain(words[-1]).replace(self.assignment.secret, "[secret]")[:200] if words else ""
         return f"Ended by itself with exit code {code}" + (f", saying: {said}" if said else ".")
 
 

@@ -7,6 +7,7 @@ nothing that is still in the file. Secrets are blotted out on the way. What the 
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import threading
 import time
@@ -170,15 +171,25 @@ class LogShipper:
         write_offset(folder, 0)
 
 
+_ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[@-Z\\^_])")
+"""ECMA-48: colours, cursor movements, window titles."""
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def plain(line: str) -> str:
+    """The line without what would command a terminal: engines print colours, and at times what clients sent."""
+    return _CONTROLS.sub("\ufffd", _ESCAPES.sub("", line))
+
+
 def lines(data: bytes, secrets: Iterable[str]) -> list[str]:
-    """The bytes as lines for people: no secret, no line longer than `LOG_LINE_BYTES`, of a progress bar its last state."""
-    text = data.decode(errors="replace")
+    """The bytes as lines for people: no secret, no escape sequence, no line longer than `LOG_LINE_BYTES`, of a progress bar its last state."""
+    text = _ESCAPES.sub("", data.decode(errors="replace"))
     for secret in secrets:
         if secret:
             text = text.replace(secret, "[secret]")
     result = []
     for line in text.removesuffix("\n").split("\n"):
-        shown = line.rstrip("\r").rpartition("\r")[2]
+        shown = _CONTROLS.sub("\ufffd", line.rstrip("\r").rpartition("\r")[2])
         raw = shown.encode()
         if len(raw) > wire.LOG_LINE_BYTES:
             shown = raw[: wire.LOG_LINE_BYTES].decode(errors="ignore") + " … (cut)"
