@@ -247,7 +247,9 @@ class Up:
         say(f"  Dashboard   {self.web}")
         say(f"  OpenAI      {self.openai}/v1")
         say("")
-        body = msgspec.json.encode({"model": NAME, "messages": [{"role": "user", "content": QUESTION}]}).decode()
+        # Temperature 0, as it was asked above: so small a model otherwise answers nonsense.
+        question = {"model": NAME, "temperature": 0, "messages": [{"role": "user", "content": QUESTION}]}
+        body = msgspec.json.encode(question).decode()
         say(
             f"  curl {self.openai}/v1/chat/completions -H 'Authorization: Bearer {key}' "
             f"-H 'Content-Type: application/json' -d {shlex.quote(body)}"
