@@ -345,7 +345,8 @@ class EngineRun:
         if code < 0:
             guard = " (perhaps for want of memory: see the system's log)" if code == -signal.SIGKILL else ""
             return f"Ended by signal {-code}, {signal.Signals(-code).name}{guard}."
-        words = [line.strip() for line in tail(self.folder, 2048).splitlines() if line.strip()]
+        lines = (line.strip() for line in tail(self.folder, 2048).splitlines())
+        words = [line for line in lines if line and not line.startswith("[tandem]")]
         said = plain(words[-1]).replace(self.assignment.secret, "[secret]")[:200] if words else ""
         return f"Ended by itself with exit code {code}" + (f", saying: {said}" if said else ".")
 

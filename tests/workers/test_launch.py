@@ -253,6 +253,12 @@ def test_last_words_never_tell_the_secret(node: Node) -> None:
     assert dead.detail == "Ended by itself with exit code 3, saying: boom [secret]"
 
 
+def test_the_agents_own_lines_are_not_taken_for_an_engines_last_words(node: Node) -> None:
+    node.build = scripted("import sys; sys.exit(3)")  # type: ignore[assignment]
+    node.want(assignment("d"))
+    assert node.until_phase("d", Phase.EXITED).detail == "Ended by itself with exit code 3."
+
+
 def test_a_program_that_cannot_be_executed_is_a_broken_runtime(node: Node) -> None:
     node.build = lambda assignment, **more: Command(("/no/such/python",), {})  # type: ignore[assignment]
     node.want(assignment("d"))
