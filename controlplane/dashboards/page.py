@@ -6,6 +6,7 @@ A page lives at one URL. `?part=live` answers only its live region, which the br
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta
 from functools import wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, cast
 from urllib.parse import quote
@@ -18,12 +19,16 @@ from django.utils import timezone
 
 from controlplane.access.actors import actor_of
 from controlplane.access.roles import Actor, Role
+from controlplane.deployments.queries import last_step
 from controlplane.fleet.errors import NotFound, TandemError
 from controlplane.nodes import queries as nodes
 from controlplane.nodes.presence import Presence
 
 P = ParamSpec("P")
 View = Callable[Concatenate[HttpRequest, P], HttpResponse]
+
+
+LOOP_STANDS_AFTER = timedelta(seconds=10)
 
 
 class Item(NamedTuple):
@@ -119,12 +124,16 @@ class Foot(NamedTuple):
     nodes: int
     gpus: int
     reporting: int
+    stands_since: datetime | None
+    """When the reconcile loop stepped last, if that is long ago; None: it steps."""
 
 
 def foot() -> Foot:
     rows = nodes.node_rows()
     gpus = sum(len(r.facts.gpus) for r in rows if r.facts)
-    return Foot(len(rows), gpus, sum(r.status is Presence.REPORTING for r in rows))
+    last = last_step()
+    stands = last if last is not None and timezone.now() - last > LOOP_STANDS_AFTER else None
+    return Foot(len(rows), gpus, sum(r.status is Presence.REPORTING for r in rows), stands)
 
 
 @signed_in

@@ -9,7 +9,8 @@ from datetime import datetime
 from django.db.models import Max
 
 from controlplane import publish
-from controlplane.deployments.models import Attempt, Deployment, Engine, Event
+from controlplane.deployments.loop import LEASE
+from controlplane.deployments.models import Attempt, Deployment, Engine, Event, Lease
 from controlplane.deployments.rows import deployment_record, engine_record
 from controlplane.deployments.snapshot import condition_of
 from controlplane.deployments.world import EngineRecord
@@ -71,6 +72,11 @@ def events(
     if before is not None:
         rows = rows.filter(id__lt=before)
     return list(rows[:limit])
+
+
+def last_step() -> datetime | None:
+    """When the reconcile loop stepped last; None: never yet."""
+    return Lease.objects.filter(name=LEASE).values_list("stepped_at", flat=True).first()
 
 
 def attempts(engine_id: str) -> list[Attempt]:

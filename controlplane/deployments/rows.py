@@ -18,8 +18,8 @@ from controlplane.deployments.models import Deployment, Engine, Lease, Published
 from controlplane.deployments.world import DeploymentRecord, EngineRecord, NodeRecord, World
 from controlplane.fleet.lifecycle import State
 from controlplane.fleet.model import Observation, Role, Runtime
-from controlplane.fleet.spec import DeploymentSpec
-from controlplane.fleet.wire import NodeReport, RouterStatus, Scope, SnapshotKey
+from controlplane.fleet.spec import DeploymentSpec, PoolSpec
+from controlplane.fleet.wire import NodeReport, RouterStatus, RoutingPolicy, Scope, SnapshotKey
 from controlplane.nodes.models import Node
 from controlplane.nodes.reports import facts_of, is_new, is_stale
 
@@ -83,13 +83,24 @@ def gather(
 
 def spec_of(stored: dict[str, Any]) -> DeploymentSpec:
     """A stored document as the spec it was made from. It was checked when it came; rules that are newer than it do not stop
-    what runs."""
+    what runs, nor do fields that only a newer version of Tandem knows."""
     return _spec_of_json(msgspec.json.encode(stored))
 
 
 @lru_cache(maxsize=4096)
 def _spec_of_json(data: bytes) -> DeploymentSpec:
-    return msgspec.json.decode(data, type=DeploymentSpec)
+    try:
+        return msgspec.json.decode(data, type=DeploymentSpec)
+    except msgspec.ValidationError:
+        known = _known(msgspec.json.decode(data), DeploymentSpec)
+        known["routing"] = _known(known.get("routing", {}), RoutingPolicy)
+        known["pools"] = {role: _known(pool, PoolSpec) for role, pool in known["pools"].items()}
+        return msgspec.convert(known, DeploymentSpec)
+
+
+def _known(stored: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
+    names = kind.__struct_fields__
+    return {name: value for name, value in stored.items() if name in names}
 
 
 def deployment_record(row: Deployment, revision: int) -> DeploymentRecord:

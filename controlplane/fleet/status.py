@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
-from controlplane.fleet.lifecycle import LIMITS, State
+from controlplane.fleet.lifecycle import State
 from controlplane.fleet.model import Role
 
 
@@ -76,8 +76,7 @@ def derive(wanted: Mapping[Role, int], engines: Iterable[EngineView], *, deletin
         return condition(Status.FAILED, f"Not serving. {why}")
     if pending:
         return condition(Status.WAITING, f"Not serving yet. {why}")
-    waits = f" Awaits {LIMITS[missing[0].state].awaits}." if missing else ""
-    return condition(Status.STARTING, f"Starting: {_shares(counts, wanted)} ready.{waits}")
+    return condition(Status.STARTING, f"Starting: {_shares(counts, wanted)} ready. {why}")
 
 
 def _pools(counts: Mapping[Role, int]) -> str:

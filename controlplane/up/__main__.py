@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from types import FrameType
 
 from controlplane.fleet import config as settings
@@ -12,19 +13,25 @@ from controlplane.fleet.errors import InvalidInput, TandemError, Unavailable
 from controlplane.up.screen import Screen
 from controlplane.up.stages import Stop, Up
 
+ECHO_SECONDS = 1.0
+"""`make` hands on a signal that its whole process group was sent: it comes twice, and means one."""
+
 
 class Signals:
     """The first one raises `Stop` wherever the program waits. While all is being stopped another one raises it again."""
 
     def __init__(self) -> None:
         self.came = False
+        self._last = 0.0
         self.again_raises = False
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or in the background of a script
                 signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if not self.came or self.again_raises:
+        now = time.monotonic()
+        echo, self._last = now - self._last < ECHO_SECONDS, now
+        if not self.came or (self.again_raises and not echo):
             self.came = True
             raise Stop
 

@@ -24,7 +24,7 @@ def views(prefill: str, decode: str, reason: str = "because.") -> list[EngineVie
     [
         (ONE_EACH, views("ready", "ready"), Status.READY, "Serving with 1 prefill and 1 decode."),
         (ONE_EACH, [], Status.STARTING, "Starting: 0 of 1 prefill and 0 of 1 decode ready."),
-        (ONE_EACH, views("starting", "fetching"), Status.STARTING, "Awaits the engine to answer a first completion."),
+        (ONE_EACH, views("starting", "fetching"), Status.STARTING, "decode ready. prefill-0: because."),
         (ONE_EACH, views("pending", "pending"), Status.WAITING, "Not serving yet. prefill-0: because."),
         (ONE_EACH, views("failed", "warming"), Status.FAILED, "Not serving. prefill-0: because."),
         (ONE_EACH, views("failed", "ready"), Status.DEGRADED, "prefill-0: because."),

@@ -780,6 +780,16 @@ def test_a_controller_that_lost_its_lease_while_it_thought_writes_nothing(
     assert fleet.publisher.sent == []
 
 
+def test_fields_of_a_newer_version_do_not_stop_the_loop(fleet: Fleet) -> None:
+    fleet.join("a")
+    fleet.deploy_ready()
+    row = Deployment.objects.get(name="demo")
+    row.intent |= {"of_tomorrow": 1, "routing": {"of_tomorrow": 2}}
+    row.intent["pools"]["decode"] |= {"of_tomorrow": 3, "replicas": 2}
+    row.save()
+    fleet.until(lambda: fleet.serving() == ["decode-0", "decode-1", "prefill-0"])
+
+
 def test_browsers_hear_what_changed(fleet: Fleet) -> None:
     fleet.join("a")
     fleet.deploy()

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 from django.contrib.auth.models import Group, User
 from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.urls import URLPattern
+from django.utils import timezone
 
 from controlplane.access.roles import SYSTEM
 from controlplane.access.services import create_key
 from controlplane.dashboards.csp import POLICY
 from controlplane.dashboards.form import yaml_of
 from controlplane.dashboards.urls import urlpatterns
-from controlplane.deployments.models import Deployment, Engine
+from controlplane.deployments.loop import LEASE
+from controlplane.deployments.models import Deployment, Engine, Lease
 from controlplane.fleet.wire import RouterStatus
 from controlplane.nodes.models import Node
 from controlplane.publish import InMemoryPublisher
@@ -270,3 +274,13 @@ def test_pages_stand_while_redis_is_away(publisher: InMemoryPublisher) -> None:
     logs = client.get(f"/deployments/smollm2/logs/?engine={decode.pk}")
     assert logs.status_code == 200
     assert logs.context["trouble"]
+
+
+def test_a_controller_that_stands_still_is_told_on_every_page() -> None:
+    client = signed_in("viewer")
+    step = Lease.objects.create(name=LEASE, stepped_at=timezone.now())
+    assert "The controller has done nothing" not in client.get("/").text
+    step.stepped_at = timezone.now() - timedelta(seconds=40)
+    step.save()
+    for path in ("/", "/deployments/", "/nodes/", "/foot/"):
+        assert "The controller has done nothing for" in client.get(path).text
