@@ -105,11 +105,15 @@ def verdict(proofs: Sequence[Proof]) -> tuple[str, str]:
     failed = sum(p is Proof.FAILED for p in proofs)
     total = len(proofs)
     if failed == total:
-        return "The pair failed" if total == 1 else f"All {total} pairs failed", "bad"
+        return "The pair failed" if total == 1 else f"{_all(total)} pairs failed", "bad"
     if failed:
         return f"{failed} of {total} pairs failed", "warn"
     if worked == total:
-        return "The pair is proved" if total == 1 else f"All {total} pairs are proved", "link"
+        return "The pair is proved" if total == 1 else f"{_all(total)} pairs are proved", "link"
     if worked:
         return f"{worked} of {total} pairs proved so far", "wait"
     return "No pair proved yet", "wait"
+
+
+def _all(total: int) -> str:
+    return "Both" if total == 2 else f"All {total}"

@@ -91,6 +91,8 @@ def total(numbers: Sequence[int | None]) -> int | None:
 
 def requests_in_flight(engines: Sequence[EngineRow]) -> int | None:
     """Requests of whole deployments. A disaggregated one is counted at two engines, so prefill's count is left out."""
+    if not engines:
+        return 0
     return total([e.in_flight for e in engines if e.engine.role != Role.PREFILL])
 
 

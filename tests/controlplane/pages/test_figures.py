@@ -96,9 +96,10 @@ W, F, U = Proof.WORKED, Proof.FAILED, Proof.UNTRIED
 @pytest.mark.parametrize(
     ("proofs", "said", "tone"),
     [
-        ([], "No pair yet", "wait"), ([W], "The pair is proved", "link"), ([W, W], "All 2 pairs are proved", "link"),
+        ([], "No pair yet", "wait"), ([W], "The pair is proved", "link"), ([W, W], "Both pairs are proved", "link"),
+        ([W, W, W], "All 3 pairs are proved", "link"), ([F, F, F], "All 3 pairs failed", "bad"),
         ([U], "No pair proved yet", "wait"), ([W, U], "1 of 2 pairs proved so far", "wait"), ([F], "The pair failed", "bad"),
-        ([F, F], "All 2 pairs failed", "bad"), ([W, F], "1 of 2 pairs failed", "warn"), ([F, U], "1 of 2 pairs failed", "warn"),
+        ([F, F], "Both pairs failed", "bad"), ([W, F], "1 of 2 pairs failed", "warn"), ([F, U], "1 of 2 pairs failed", "warn"),
     ],
 )  # fmt: skip
 def test_the_verdict_never_flatters(proofs: list[Proof], said: str, tone: str) -> None:
