@@ -54,7 +54,9 @@ def main() -> int:
         except Unavailable as error:
             screen.problem(error.message)
             screen.say(f"The rest runs on; {up.web} shows what is the matter.")
-        screen.say("Ctrl-C stops everything.", "dim")
+        screen.say(
+            f"Ctrl-C stops everything{', but the engines: they go on' if up.config.keep_engines else ''}.", "dim"
+        )
         while True:
             up.watch.pause(1.0)
     except Stop:
