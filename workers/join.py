@@ -24,6 +24,12 @@ log = logging.getLogger(__name__)
 NODE_FILE = "node.json"
 TRY_EVERY_SECONDS = 2.0
 ASK_TIMEOUT_SECONDS = 10.0
+NAME_IN_USE_SECONDS = 16.0
+"""For which a node of this name may still seem to report, after its agent has ended."""
+
+
+class NameInUse(Forbidden):
+    """A node of this name reports now, or did a moment ago."""
 
 
 class Identity(Struct, frozen=True):
@@ -78,7 +84,8 @@ def stored_identity(folder: Path) -> Identity | None:
 def ask_control_plane(url: str, token: str, name: str) -> Identity | None:
     """One attempt. None: the control plane is not up yet.
 
-    Raises `Forbidden` when it refuses, `InvalidInput` for a URL that no control plane answers on.
+    Raises `Forbidden` when it refuses (`NameInUse`: perhaps not for long), `InvalidInput` for a URL that no control plane
+    answers on.
     """
     try:
         answer = httpx.post(
@@ -98,7 +105,8 @@ def ask_control_plane(url: str, token: str, name: str) -> Identity | None:
         except msgspec.DecodeError:
             raise InvalidInput(f"--join {url}: what answers there is no Tandem control plane", field="join") from None
         return msgspec.structs.replace(joined, control_plane=url)
-    raise Forbidden(f"The control plane refused to let this node join: {_message(answer)}")
+    refused = NameInUse if answer.status_code == httpx.codes.CONFLICT else Forbidden
+    raise refused(f"The control plane refused to let this node join: {_message(answer)}")
 
 
 def _message(answer: httpx.Response) -> str:
@@ -112,9 +120,19 @@ def _await(
     ask: Callable[[str, str, str], Identity | None], url: str, token: str, name: str, sleep: Callable[[float], None]
 ) -> Identity:
     told = False
-    while (identity := ask(url, token, name)) is None:
+    in_use = 0.0
+    while True:
+        try:
+            if (identity := ask(url, token, name)) is not None:
+                break
+            why = f"The control plane at {url} is not up yet"
+        except NameInUse as error:
+            if in_use >= NAME_IN_USE_SECONDS:
+                raise
+            in_use += TRY_EVERY_SECONDS
+            why = error.message.rstrip(".")
         if not told:
-            log.info("The control plane at %s is not up yet; this is tried until it is.", url)
+            log.info("%s; this is tried again.", why)
             told = True
         sleep(TRY_EVERY_SECONDS)
     log.info("Joined %s as node %s.", url, identity.name)

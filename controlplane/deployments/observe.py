@@ -54,7 +54,9 @@ def _take_observation(draft: Draft, engine: EngineRecord, seen: Observation) -> 
         return
     event, target = _PHASE_EVENTS[seen.phase]
     said = _said(seen, target)
-    if engine.state in BOOT and engine.state is not target:
+    if engine.state in (State.READY, State.UNHEALTHY) and target is not State.WARMING:
+        draft.move(engine, event, said, ready_at=None)
+    elif engine.state in BOOT and engine.state is not target:
         draft.move(engine, event, said)
     elif engine.state in BOOT and engine.state is not State.WARMING and engine.reason != said:
         draft.note(engine, reason=said)

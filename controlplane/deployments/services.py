@@ -132,7 +132,7 @@ def delete(*, actor: Actor, name: str) -> None:
     row.deleting_since = timezone.now()
     row.save(update_fields=["deleting_since", "updated_at"])
     audit.record(actor=actor, action="deployment.delete", target=name)
-    _told(actor, row, "deleting", f"{name} is being deleted.")
+    _told(actor, row, "deleting", f"{name}: is being deleted.")
 
 
 def _create(actor: Actor, wanted: DeploymentSpec) -> Deployment:
@@ -148,7 +148,7 @@ def _create(actor: Actor, wanted: DeploymentSpec) -> Deployment:
         raise Conflict(f"name: {wanted.name} or its served name was just taken", field="name") from None
     _add_revision(actor, row, wanted, 1)
     audit.record(actor=actor, action="deployment.create", target=row.name, document=intent)
-    _told(actor, row, "created", f"{row.name} was created.")
+    _told(actor, row, "created", f"{row.name}: created.")
     return row
 
 

@@ -142,6 +142,9 @@ def _edges() -> tuple[Edge, ...]:
         Edge(S.FAILED, E.DRAIN, S.STOPPED, O.USER),
     ]
     seen = {E.INSTALL: S.INSTALLING, E.FETCH: S.FETCHING, E.START: S.STARTING, E.WARM: S.WARMING}
+    # A node whose records were lost starts the same attempt anew: what was ready is no longer.
+    anew = (E.INSTALL, E.FETCH, E.START)
+    edges += [Edge(source, event, seen[event], O.AGENT) for source in (S.READY, S.UNHEALTHY) for event in anew]
     for source in BOOT:
         edges += [Edge(source, event, target, O.AGENT) for event, target in seen.items() if target is not source]
         edges += [

@@ -88,6 +88,18 @@ def test_a_control_plane_that_is_not_up_yet_is_waited_for(tmp_path: Path, contro
     assert ask_control_plane(f"http://127.0.0.1:{free_port()}", "t", "x") is None
 
 
+def test_a_name_that_seems_in_use_is_tried_for_a_while(control_plane: ControlPlane, tmp_path: Path) -> None:
+    in_use = (409, {"error": {"message": "a node named x is reporting now"}})
+    control_plane.answers = [in_use, in_use, (200, {"name": "x", "redis_url": NOWHERE})]
+    waits: list[float] = []
+    found = identify(tmp_path, name="x", control_plane=control_plane.url, token="t", sleep=waits.append)
+    assert (found.name, len(waits)) == ("x", 2)
+    control_plane.answers = [in_use]
+    with pytest.raises(Forbidden, match="a node named x is reporting now"):
+        identify(tmp_path / "other", name="x", control_plane=control_plane.url, token="t", sleep=waits.append)
+    assert 10 < sum(waits[2:]) < 20
+
+
 @pytest.mark.parametrize(
     ("status", "answer", "says"),
     [

@@ -780,6 +780,21 @@ def test_a_controller_that_lost_its_lease_while_it_thought_writes_nothing(
     assert fleet.publisher.sent == []
 
 
+def test_an_attempt_that_its_node_starts_anew_is_not_taken_for_ready(fleet: Fleet) -> None:
+    agent = fleet.join("a")
+    fleet.deploy_ready()
+    decode = fleet.engine("decode-0")
+    agent.stuck.add(decode.id)
+    agent.set(decode.id, phase=Phase.STARTING, detail="Starts; loads the model.", pid=4711, load=None, pairs=())
+    fleet.run(2)
+    again = fleet.engine("decode-0")
+    assert (again.state, again.attempt, again.reason) == ("starting", decode.attempt, "Starts; loads the model.")
+    assert fleet.serving() == ["prefill-0"]
+    agent.stuck.clear()
+    fleet.until(lambda: fleet.status() == "ready")
+    assert fleet.engine("decode-0").failures == 0
+
+
 def test_fields_of_a_newer_version_do_not_stop_the_loop(fleet: Fleet) -> None:
     fleet.join("a")
     fleet.deploy_ready()

@@ -37,7 +37,7 @@ def test_create_stores_intent_revision_event_and_audit() -> None:
     }
     assert [(r.number, r.created_by) for r in row.revisions.all()] == [(1, "olga")]
     (event,) = queries.events(deployment="demo")
-    assert (event.kind, event.message, event.actor) == ("created", "demo was created.", "olga")
+    assert (event.kind, event.message, event.actor) == ("created", "demo: created.", "olga")
     audit = AuditEntry.objects.get()
     assert (audit.actor, audit.action, audit.target) == ("olga", "deployment.create", "demo")
     assert not Engine.objects.exists(), "engines are made by the loop alone"
