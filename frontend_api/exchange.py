@@ -65,7 +65,14 @@ class Exchange:
         self._slow = connection.slow  # what it was sent before may still be on its way
         self._over = False
         self._trace = flow.Trace()
-        self._flow = flow.serve(deployment, ask.alone, self._trace, monotonic)
+        cache = router.evidence.of(deployment)
+        prompt = None
+        if cache is not None and cache.tokens is not None and endpoint.generates:
+            tokens = cache.tokens.token_ids(endpoint, request.body)
+            prompt = cache.prompt(tokens, ask.salt) if tokens is not None else None
+        self._cache = cache
+        self._prompt = prompt
+        self._flow = flow.serve(deployment, ask.alone, self._trace, monotonic, prompt)
         headers = request.headers
         passed = b"x-request-id: %b\r\n" % request_id
         for name in _PASSED_UP:
@@ -166,8 +173,26 @@ class Exchange:
         return (
             f"x-tandem-prefill: {trace.prefill or '-'}\r\nx-tandem-decode: {trace.decode or '-'}\r\n"
             f"x-tandem-reason: {trace.reason}\r\nx-tandem-fallback: {trace.cause if trace.fallback else '-'}\r\n"
-            f"x-tandem-overhead-us: {self.overhead_us():.0f}\r\n"
+            f"x-tandem-overhead-us: {self.overhead_us():.0f}\r\n{self._cache_explanation()}"
         ).encode()
+
+    def _cache_explanation(self) -> str:
+        """What cache-aware routing knew: nothing is said where it is not asked for."""
+        if self._cache is None:
+            return ""
+        state, reasons = self._cache.standing()
+        prompt, trace = self._prompt, self._trace
+        overlap = f"{trace.overlap or 0}/{prompt.tokens}" if prompt is not None else "unknown"
+        because = "; ".join(f"{who}={why}" for who, why in reasons.items()) or "-"
+        costs = "; ".join(
+            f"{c.engine.id} total={c.total:.6f} overlap={c.overlap} queue={c.queue:.6f} compute={c.compute:.6f} "
+            f"transfer={c.transfer:.6f} streams={c.streams:.6f}"
+            for c in trace.costs
+        )
+        return (
+            f"x-tandem-state: {state}\r\nx-tandem-state-because: {because}\r\n"
+            f"x-tandem-overlap: {overlap}\r\nx-tandem-candidates: {costs or '-'}\r\n"
+        )
 
     def overhead_us(self) -> float:
         return (self.sent_at - self.request.received_at) * 1e6 if self.sent_at else 0.0
@@ -243,6 +268,7 @@ class Exchange:
                 prompt_tokens=usage.prompt,
                 cached_tokens=usage.cached,
                 output_tokens=usage.output,
+                overlap_tokens=trace.overlap,
                 prefill_seconds=self.prefill_seconds,
                 ttft=first - request.received_at if first else None,
                 itl_mean=(last - first) / steps if first and steps > 0 else None,

@@ -14,7 +14,9 @@ from msgspec import Struct
 
 from controlplane.fleet.wire import FleetSnapshot
 from frontend_api import listeners
+from frontend_api.evidence import Evidence
 from frontend_api.gate import Router
+from frontend_api.kvlisten import Follower
 from frontend_api.reading import Limits
 from frontend_api.server import Server
 from frontend_api.shared import Slots
@@ -55,6 +57,7 @@ async def run(
     if parent_gone is not None:
         loop.add_reader(parent_gone, stop.set)
     view = View()
+    evidence = Evidence(view)
     upstreams = Upstreams()
     telemetry = Telemetry(
         f"{socket.gethostname()}-{os.getpid()}",
@@ -67,12 +70,14 @@ async def run(
         view,
         upstreams,
         telemetry,
+        evidence=evidence,
         auth=options.auth,
         silence_seconds=options.silence_seconds,
         gap_seconds=options.gap_seconds,
     )
     server = router.server = Server(router, options.limits)
     tasks = [loop.create_task(listeners.run_probes(view)), loop.create_task(_sweeps(server, router))]
+    tasks.append(loop.create_task(Follower(evidence).run()))
     reporter = None
     client = None
     if options.fleet is not None:

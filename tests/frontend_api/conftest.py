@@ -22,6 +22,7 @@ from controlplane.fleet.wire import (
     SnapshotEngine,
     SnapshotKey,
 )
+from frontend_api.evidence import Evidence, TokenSource
 from frontend_api.gate import Router
 from frontend_api.reading import Limits
 from frontend_api.server import Server
@@ -58,11 +59,12 @@ class Keeper(Telemetry):
 class Site:
     """A router and its engines."""
 
-    def __init__(self, *, auth: bool = False, limits: Limits | None = None) -> None:
+    def __init__(self, *, auth: bool = False, limits: Limits | None = None, tokens: TokenSource | None = None) -> None:
         self.view = View()
         self.upstreams = Upstreams()
         self.telemetry = Keeper()
-        self.router = Router(self.view, self.upstreams, self.telemetry, auth=auth)
+        self.evidence = Evidence(self.view, lambda folder: tokens)
+        self.router = Router(self.view, self.upstreams, self.telemetry, evidence=self.evidence, auth=auth)
         self.server = self.router.server = Server(self.router, limits or Limits())
         self.engines: dict[str, ScriptedEngine] = {}
         self._specs: dict[str, SnapshotEngine] = {}
@@ -84,10 +86,14 @@ class Site:
 
     async def engine(self, name: str, role: Role, answer: Answer = answer_well, **spec: Any) -> ScriptedEngine:
         engine = self.engines[name] = await ScriptedEngine(answer).start()
-        self._specs[name] = SnapshotEngine(
-            id=name, name=name, attempt=1, role=role, url=engine.url, secret=f"secret-{name}", **spec
+        self.add(
+            SnapshotEngine(id=name, name=name, attempt=1, role=role, url=engine.url, secret=f"secret-{name}", **spec)
         )
         return engine
+
+    def add(self, spec: SnapshotEngine) -> None:
+        """An engine that runs elsewhere."""
+        self._specs[spec.id] = spec
 
     def publish(self, *, policy: RoutingPolicy | None = None, without: tuple[str, ...] = (), **more: Any) -> None:
         """Give the view a snapshot of all engines so far."""
@@ -99,6 +105,7 @@ class Site:
             routing=policy or RoutingPolicy(),
             engines=engines,
             status="It is said why.",
+            tokenizer="a-folder",
             **more,
         )
         snapshot = FleetSnapshot(version=self._version, made_at=1.7e9, deployments=(deployment,), keys=KEYS)

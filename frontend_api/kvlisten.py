@@ -1,0 +1,111 @@
+"""The sockets behind the KV index: a subscriber per engine, and a fresh connection for each replay.
+
+It decides nothing: what frames mean is `kvevents`' part. A replay has a connection of its own, so that no late answer can be
+taken for that of the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from time import monotonic
+
+import zmq
+import zmq.asyncio
+
+from frontend_api.evidence import Evidence, Source
+from frontend_api.kvevents import END, REPLAY_SECONDS, Rank
+
+log = logging.getLogger(__name__)
+
+HIGH_WATER_MARK = 100_000
+"""Batches that may wait in a subscriber, as many as a publisher keeps."""
+TICK_SECONDS = 0.25
+RETRY_SECONDS = 5.0
+BURST = 16
+"""Batches taken before other tasks get their turn."""
+
+
+class Follower:
+    """Follows the events of every engine in the evidence."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self._evidence = evidence
+        self._context = zmq.asyncio.Context()
+        self._tasks: dict[Source, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """For ever. Its sockets are closed when it is cancelled."""
+        try:
+            while True:
+                self._keep_up()
+                await asyncio.sleep(TICK_SECONDS)
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            self._context.destroy(linger=0)
+
+    def _keep_up(self) -> None:
+        wanted = self._evidence.sources()
+        for source in [s for s in self._tasks if s not in wanted]:
+            self._tasks.pop(source).cancel()
+        for source, rank in wanted.items():
+            task = self._tasks.get(source)
+            if task is None or task.done():
+                self._tasks[source] = asyncio.create_task(self._follow(source, rank))
+        self._evidence.tick(monotonic())
+
+    async def _follow(self, source: Source, rank: Rank) -> None:
+        asking = asyncio.create_task(self._replays(source, rank)) if source.replay else None
+        sub = self._socket(zmq.SUB)
+        try:
+            sub.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+            sub.setsockopt(zmq.SUBSCRIBE, b"")
+            sub.connect(source.events)
+            count = 0
+            while True:
+                frames = await sub.recv_multipart()
+                if len(frames) >= 2 and len(frames[-2]) == 8:
+                    rank.live(int.from_bytes(frames[-2], "big", signed=True), frames[-1], monotonic())
+                count += 1
+                if count % BURST == 0:
+                    await asyncio.sleep(0)
+        except zmq.ZMQError as error:
+            log.error("The events of %s at %s cannot be followed: %s", source.engine, source.events, error)
+            await asyncio.sleep(RETRY_SECONDS)
+        finally:
+            sub.close(0)
+            if asking is not None:
+                asking.cancel()
+
+    async def _replays(self, source: Source, rank: Rank) -> None:
+        while True:
+            while rank.wanted is None:  # noqa: ASYNC110 - the state machine sets no event
+                await asyncio.sleep(0.05)
+            start = rank.asked()
+            dealer = self._socket(zmq.DEALER)
+            try:
+                dealer.connect(source.replay)
+                await dealer.send_multipart([b"", start.to_bytes(8, "big")])
+                count, sequence = 0, 0
+                while sequence != END:
+                    async with asyncio.timeout(REPLAY_SECONDS):
+                        frames = await dealer.recv_multipart()
+                    if len(frames) < 2:
+                        continue
+                    sequence = int.from_bytes(frames[-2], "big", signed=True)
+                    rank.replayed(sequence, frames[-1], monotonic())
+                    count += 1
+                    if count % BURST == 0:
+                        await asyncio.sleep(0)
+            except (TimeoutError, zmq.ZMQError):
+                rank.replay_failed(monotonic())
+            finally:
+                dealer.close(0)
+
+    def _socket(self, kind: int) -> zmq.asyncio.Socket:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.LINGER, 0)
+        return socket
