@@ -19,6 +19,9 @@ def responses(fields: Body, templates: Templates) -> Prompt:
     )
     if fields.get("truncation", "disabled") != "disabled":
         raise Unknown("truncation")
+    variables = fields.get("chat_template_kwargs") or {}
+    if type(variables) is not dict or any(value is None or value == "auto" for value in variables.values()):
+        raise Unknown("chat_template_kwargs")  # here, and here alone, these are not taken for unset
     messages: list[Message] = []
     instructions = fields.get("instructions")
     if instructions:

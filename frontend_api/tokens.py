@@ -17,10 +17,12 @@ import tokenizers
 
 from frontend_api import messages_prompt, model_folder, prompts, responses_prompt
 from frontend_api.chat_messages import Unknown
+from frontend_api.model_folder import TokenizerUnusable
 from frontend_api.openai import ENDPOINTS, Endpoint, Shape
 from frontend_api.prompts import Body, Prompt
 from frontend_api.segments import Ids, Segments
 
+__all__ = ["Slow", "Tokenizer", "TokenizerUnusable", "mismatches", "probes"]
 CACHE_BYTES = 64 << 20
 """Texts and ids kept per model, unless said otherwise."""
 AT_ONCE_CHARACTERS = 8_192
@@ -39,7 +41,7 @@ class Tokenizer:
     """The engine's ids for a request's prompt."""
 
     def __init__(self, folder: Path, *, cache_bytes: int = CACHE_BYTES) -> None:
-        """Reads the folder: about a second for a large vocabulary. Raises `model_folder.TokenizerUnusable`."""
+        """Reads the folder: about a second for a large vocabulary. Raises `TokenizerUnusable`."""
         self._tokenizer, self._templates = model_folder.read(folder)
         self._segments = Segments(self._tokenizer, cache_bytes)
         self._around = _around(self._tokenizer)

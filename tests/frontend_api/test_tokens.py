@@ -120,6 +120,7 @@ UNKNOWN = [
     (TEXT, {"prompt": "a", "truncate_prompt_tokens": 1}),
     (RESPONSES, {"input": "Hi", "previous_response_id": "resp_1"}),
     (RESPONSES, {"input": "Hi", "truncation": "auto"}),
+    (RESPONSES, {"input": "Hi", "chat_template_kwargs": {"enable_thinking": None}}),
     (RESPONSES, {"input": "Hi", "tools": [{"type": "web_search"}]}),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "1"}]}),
     (RESPONSES, {"input": [{"type": "message", **ANSWER, "status": "in_progress"}]}),
