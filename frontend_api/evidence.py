@@ -23,14 +23,24 @@ if TYPE_CHECKING:
 
 USUAL_BLOCK_SIZE = 16
 """Of an engine that says none."""
+NO_TOKENIZER = "the router has no tokenizer for this model"
+LOADING = "the tokenizer is being loaded"
 CACHE_AWARE = (RoutingMode.KV, RoutingMode.KV_APPROXIMATE)
+
+
+class Slow(Protocol):
+    """Token ids that take too long for an event loop."""
+
+    @property
+    def ids(self) -> Callable[[], array[int] | None]:
+        """Gives them, in any thread."""
 
 
 class TokenSource(Protocol):
     """The token ids of requests, as the engine makes them."""
 
-    def token_ids(self, endpoint: Endpoint, body: bytes) -> array[int] | None:
-        """Of a request's body; None: they cannot be known now."""
+    def at_once(self, endpoint: Endpoint, body: bytes) -> array[int] | Slow | None:
+        """Of a request's body; None: they cannot be known."""
 
 
 class State(StrEnum):
@@ -85,9 +95,13 @@ class Prompt:
 class Cache:
     """The KV of one deployment's engines."""
 
-    def __init__(self, deployment: Deployment, tokens: TokenSource | None) -> None:
+    def __init__(self, deployment: Deployment) -> None:
         self.index = Index()
-        self.tokens = tokens
+        self.tokens: TokenSource | None = None
+        self.folder = ""
+        """Whose tokens these are to be; another one brings others."""
+        self.no_tokens = NO_TOKENIZER
+        """Why there are none."""
         self.ranks: dict[Engine, Rank] = {}
         self.mode = deployment.routing.mode
         self._engines: tuple[Engine, ...] = ()
@@ -99,6 +113,10 @@ class Cache:
 
     def keep_up(self, deployment: Deployment, now: float) -> None:
         """Follow who is in the deployment. An engine that left takes its blocks with it."""
+        if deployment.tokenizer != self.folder:
+            self.folder = deployment.tokenizer
+            self.tokens = None
+            self.no_tokens = LOADING if self.folder else NO_TOKENIZER
         engines = (*deployment.prefill, *deployment.decode, *deployment.aggregated)
         for engine in [e for e in self.ranks if e not in engines]:
             rank = self.ranks.pop(engine)
@@ -164,7 +182,7 @@ class Cache:
     def standing(self) -> Standing:
         """How far the evidence goes, and why no further."""
         if self.tokens is None:
-            return Standing(State.BLIND, {"*": "the router has no tokenizer for this model"})
+            return Standing(State.BLIND, {"*": self.no_tokens})
         if self.mode is RoutingMode.KV_APPROXIMATE:
             return Standing(State.APPROXIMATE, {"*": "by choice: without events, from what was sent"})
         wrong: dict[str, str] = {}
@@ -194,13 +212,12 @@ class Cache:
 
 
 class Evidence:
-    """The caches of all deployments that route by KV. `load`: the token source of a folder; None where it has none."""
+    """The caches of all deployments that route by KV."""
 
-    def __init__(self, view: View, load: Callable[[str], TokenSource | None] | None = None) -> None:
+    def __init__(self, view: View) -> None:
         self.caches: dict[str, Cache] = {}
         """By served name."""
         self._view = view
-        self._load = load
         self._seen: object = None
 
     def of(self, deployment: Deployment) -> Cache | None:
@@ -236,8 +253,7 @@ class Evidence:
         for name, deployment in deployments.items():
             if deployment.routing.mode in CACHE_AWARE:
                 if name not in self.caches:
-                    tokens = self._load(deployment.tokenizer) if self._load and deployment.tokenizer else None
-                    self.caches[name] = Cache(deployment, tokens)
+                    self.caches[name] = Cache(deployment)
                 self.caches[name].keep_up(deployment, now)
 
 

@@ -1,4 +1,4 @@
-"""The sockets behind the KV index: a subscriber per engine, and a fresh connection for each replay.
+"""What the KV index lives on: a subscriber per engine, a fresh connection for each replay, and the models' tokenizers.
 
 It decides nothing: what frames mean is `kvevents`' part. A replay has a connection of its own, so that no late answer can be
 taken for that of the next one.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from time import monotonic
 
 import zmq
 import zmq.asyncio
 
-from frontend_api.evidence import Evidence, Source
+from frontend_api.evidence import LOADING, Cache, Evidence, Source, TokenSource
 from frontend_api.kvevents import END, REPLAY_SECONDS, Rank
 
 log = logging.getLogger(__name__)
@@ -26,11 +27,18 @@ BURST = 16
 """Batches taken before other tasks get their turn."""
 
 
-class Follower:
-    """Follows the events of every engine in the evidence."""
+class Unusable(Exception):
+    """A folder from which no exact token ids can be had; the text says why."""
 
-    def __init__(self, evidence: Evidence) -> None:
+
+class Follower:
+    """Follows the events of every engine in the evidence. `load`: the token source of a folder, in any thread; raises
+    `Unusable` where there is none."""
+
+    def __init__(self, evidence: Evidence, load: Callable[[str], TokenSource]) -> None:
         self._evidence = evidence
+        self._load = load
+        self._loading: dict[str, asyncio.Task[None]] = {}
         self._context = zmq.asyncio.Context()
         self._tasks: dict[Source, asyncio.Task[None]] = {}
 
@@ -41,9 +49,10 @@ class Follower:
                 self._keep_up()
                 await asyncio.sleep(TICK_SECONDS)
         finally:
-            for task in self._tasks.values():
+            tasks = [*self._tasks.values(), *self._loading.values()]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             self._context.destroy(linger=0)
 
     def _keep_up(self) -> None:
@@ -54,7 +63,20 @@ class Follower:
             task = self._tasks.get(source)
             if task is None or task.done():
                 self._tasks[source] = asyncio.create_task(self._follow(source, rank))
+        for cache in self._evidence.caches.values():
+            if cache.tokens is None and cache.no_tokens == LOADING and cache.folder not in self._loading:
+                self._loading[cache.folder] = asyncio.create_task(self._load_tokens(cache, cache.folder))
         self._evidence.tick(monotonic())
+
+    async def _load_tokens(self, cache: Cache, folder: str) -> None:
+        try:
+            tokens, why = await asyncio.to_thread(self._load, folder), ""
+        except Unusable as error:
+            tokens, why = None, f"the tokenizer cannot be used: {error}"
+            log.warning("%s: %s", folder, why)
+        if cache.folder == folder:
+            cache.tokens, cache.no_tokens = tokens, why
+        del self._loading[folder]
 
     async def _follow(self, source: Source, rank: Rank) -> None:
         asking = asyncio.create_task(self._replays(source, rank)) if source.replay else None

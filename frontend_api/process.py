@@ -14,9 +14,9 @@ from msgspec import Struct
 
 from controlplane.fleet.wire import FleetSnapshot
 from frontend_api import listeners
-from frontend_api.evidence import Evidence
+from frontend_api.evidence import Evidence, TokenSource
 from frontend_api.gate import Router
-from frontend_api.kvlisten import Follower
+from frontend_api.kvlisten import Follower, Unusable
 from frontend_api.reading import Limits
 from frontend_api.server import Server
 from frontend_api.shared import Slots
@@ -77,7 +77,7 @@ async def run(
     )
     server = router.server = Server(router, options.limits)
     tasks = [loop.create_task(listeners.run_probes(view)), loop.create_task(_sweeps(server, router))]
-    tasks.append(loop.create_task(Follower(evidence).run()))
+    tasks.append(loop.create_task(Follower(evidence, _tokenizer).run()))
     reporter = None
     client = None
     if options.fleet is not None:
@@ -106,6 +106,18 @@ async def run(
         await reporter.flush()
         await client.aclose()
     upstreams.close()
+
+
+def _tokenizer(folder: str) -> TokenSource:
+    """The exact token ids of a model. Raises `Unusable`."""
+    # imported here: only cache-aware routing needs the memory
+    from frontend_api.model_folder import TokenizerUnusable
+    from frontend_api.tokens import Tokenizer
+
+    try:
+        return Tokenizer(Path(folder))
+    except TokenizerUnusable as error:
+        raise Unusable(error) from None
 
 
 async def drain(server: Server, seconds: float) -> None:

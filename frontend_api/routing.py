@@ -56,9 +56,12 @@ class Reason(StrEnum):
 
 
 class Cost(NamedTuple):
-    """What a prompt would cost at one engine, in seconds by part."""
+    """What a prompt would cost at one engine, in seconds by part. The smallest is the best, and no two are equal."""
 
     total: float
+    turn: int
+    """When the engine was taken last."""
+    position: int
     engine: Engine
     overlap: int
     """Tokens that it has."""
@@ -112,6 +115,10 @@ ORDERS: dict[RoutingMode, tuple[Callable[[Engine], tuple[int, int]], Reason]] = 
 
 def usable(pool: Sequence[Engine], avoid: Collection[Engine], now: float) -> Sequence[Engine]:
     """The engines of a pool that may be tried, best kind only: healthy, else suspect, else down but not hanging."""
+    up = Health.UP
+    healthy = [engine for engine in pool if engine.health is up and not engine.spec.suspect]
+    if len(healthy) == len(pool) and not avoid:
+        return pool
     healthy = []
     suspect = []
     last = []
@@ -132,47 +139,52 @@ def usable(pool: Sequence[Engine], avoid: Collection[Engine], now: float) -> Seq
 
 def weigh(pool: Sequence[Engine], prompt: Prompt, *, transferred: bool) -> list[Cost]:
     """What the prompt would cost at each engine. `transferred`: what one lacks is computed elsewhere and comes over the link."""
-    costs = []
+    costs: list[Cost] = []
+    new, add = tuple.__new__, costs.append
     tokens, overlaps = prompt.tokens, prompt.overlap
-    for engine in pool:
+    compute = transfer = 0.0
+    for position, engine in enumerate(pool):
         overlap = overlaps.get(engine, 0)
-        lacking = tokens - overlap or 1
-        compute = 0.0 if transferred else lacking * engine.pace
-        transfer = lacking * TRANSFER_PACE if transferred else 0.0
-        queue = engine.queued * engine.pace
+        pace = engine.pace
+        if transferred:
+            transfer = (tokens - overlap or 1) * TRANSFER_PACE
+        else:
+            compute = (tokens - overlap or 1) * pace
+        queue = engine.queued * pace
         streams = engine.in_flight * STREAM_SECONDS
         total = queue + compute + transfer + streams
-        costs.append(Cost(total, engine, overlap, queue, compute, transfer, streams))
+        # the class's own constructor takes twice as long
+        add(new(Cost, (total, engine.last_taken, position, engine, overlap, queue, compute, transfer, streams)))
     return costs
 
 
-def _why(costs: Sequence[Cost], taken: Engine) -> Reason:
-    most = max([c.overlap for c in costs])
+def _why(costs: Sequence[Cost], taken: Cost) -> Reason:
+    most = max([cost.overlap for cost in costs])
     if not most:
         return Reason.NO_OVERLAP
-    return Reason.OVERLAP if any(c.overlap == most for c in costs if c.engine is taken) else Reason.LOAD_WINS
+    return Reason.OVERLAP if taken.overlap == most else Reason.LOAD_WINS
 
 
-class _Pool:
-    """A pool in the order of a request."""
+class _Ranked(NamedTuple):
+    """A pool in the order of one request."""
 
-    __slots__ = ("_mode", "costs", "engines", "order")
+    engines: Sequence[Engine]
+    order: Callable[[Engine], tuple[int, int]]
+    reason: Reason
+    costs: Sequence[Cost]
 
-    def __init__(self, engines: Sequence[Engine], mode: RoutingMode, prompt: Prompt | None, transferred: bool) -> None:
-        self.engines = engines
-        self._mode = mode
-        self.costs: Sequence[Cost] = ()
-        self.order: Callable[[Engine], tuple[float, int]] = ORDERS[mode][0]
-        if prompt is not None:
-            self.costs = weigh(engines, prompt, transferred=transferred)
-            totals = {c.engine: (c.total, c.engine.last_taken) for c in self.costs}
-            self.order = totals.__getitem__
+    def best(self) -> tuple[Engine, Reason]:
+        if self.costs:
+            cost = min(self.costs)
+            return cost.engine, _why(self.costs, cost)
+        return (min(self.engines, key=self.order) if len(self.engines) > 1 else self.engines[0]), self.reason
 
-    def first(self) -> Engine:
-        return self.engines[0] if len(self.engines) == 1 else min(self.engines, key=self.order)
+    def all(self) -> list[Engine]:
+        return [cost.engine for cost in sorted(self.costs)] if self.costs else sorted(self.engines, key=self.order)
 
-    def why(self, taken: Engine) -> Reason:
-        return _why(self.costs, taken) if self.costs else ORDERS[self._mode][1]
+
+def _rank(pool: Sequence[Engine], mode: RoutingMode, prompt: Prompt | None, transferred: bool = False) -> _Ranked:
+    return _Ranked(pool, *ORDERS[mode], weigh(pool, prompt, transferred=transferred) if prompt is not None else ())
 
 
 def choose(
@@ -200,17 +212,18 @@ def choose(
     prefills = (prefill,) if prefill is not None else usable(deployment.prefill, avoid, now)
     if not prefills:
         return _alone(answering, mode, prompt, Reason.PREFILL_UNAVAILABLE, fallback=True)
-    reading = _Pool(prefills, mode, prompt, False)
-    writing = _Pool(answering, mode, prompt, True)
+    reading = _rank(prefills, mode, prompt)
+    writing = _rank(answering, mode, prompt, True)
     broken = deployment.broken_pairs
     costs = (*reading.costs, *writing.costs)
     if not broken:
-        first = reading.first()
-        return Choice(first, writing.first(), reading.why(first), False, costs)
-    for first in sorted(prefills, key=reading.order):
-        for second in sorted(answering, key=writing.order):
+        first, reason = reading.best()
+        return Choice(first, writing.best()[0], reason, False, costs)
+    for first in reading.all():
+        for second in writing.all():
             if (first.id, second.id) not in broken:
-                return Choice(first, second, reading.why(first), False, costs)
+                reason = next((_why(reading.costs, c) for c in reading.costs if c.engine is first), reading.reason)
+                return Choice(first, second, reason, False, costs)
     return _alone(answering, mode, prompt, Reason.PAIRS_BROKEN, fallback=True)
 
 
@@ -218,8 +231,8 @@ def _alone(
     answering: Sequence[Engine], mode: RoutingMode, prompt: Prompt | None, reason: Reason, *, fallback: bool = False
 ) -> Choice:
     """One engine reads and answers. What decided between several is the reason where being alone is nothing special."""
-    pool = _Pool(answering, mode, prompt, False)
-    taken = pool.first()
+    ranked = _rank(answering, mode, prompt)
+    taken, why = ranked.best()
     if reason in (Reason.AGGREGATED, Reason.NO_PREFILL_POOL) and mode in CACHE_AWARE:
-        reason = pool.why(taken)
-    return Choice(None, taken, reason, fallback, tuple(pool.costs))
+        reason = why
+    return Choice(None, taken, reason, fallback, tuple(ranked.costs))

@@ -22,7 +22,7 @@ from controlplane.fleet.wire import (
     SnapshotEngine,
     SnapshotKey,
 )
-from frontend_api.evidence import Evidence, TokenSource
+from frontend_api.evidence import Evidence
 from frontend_api.gate import Router
 from frontend_api.reading import Limits
 from frontend_api.server import Server
@@ -59,11 +59,11 @@ class Keeper(Telemetry):
 class Site:
     """A router and its engines."""
 
-    def __init__(self, *, auth: bool = False, limits: Limits | None = None, tokens: TokenSource | None = None) -> None:
+    def __init__(self, *, auth: bool = False, limits: Limits | None = None) -> None:
         self.view = View()
         self.upstreams = Upstreams()
         self.telemetry = Keeper()
-        self.evidence = Evidence(self.view, lambda folder: tokens)
+        self.evidence = Evidence(self.view)
         self.router = Router(self.view, self.upstreams, self.telemetry, evidence=self.evidence, auth=auth)
         self.server = self.router.server = Server(self.router, limits or Limits())
         self.engines: dict[str, ScriptedEngine] = {}
@@ -105,8 +105,7 @@ class Site:
             routing=policy or RoutingPolicy(),
             engines=engines,
             status="It is said why.",
-            tokenizer="a-folder",
-            **more,
+            **{"tokenizer": "a-folder", **more},
         )
         snapshot = FleetSnapshot(version=self._version, made_at=1.7e9, deployments=(deployment,), keys=KEYS)
         for engine in self.view.take(snapshot):

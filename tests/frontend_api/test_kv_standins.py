@@ -6,10 +6,11 @@ import asyncio
 import os
 import random
 import sys
+import threading
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -20,10 +21,10 @@ from controlplane.fleet.wire import RoutingMode, RoutingPolicy, SnapshotEngine
 from frontend_api import kvevents
 from frontend_api.evidence import Cache, State
 from frontend_api.kvevents import Knowledge, Trouble
-from frontend_api.kvlisten import Follower
+from frontend_api.kvlisten import Follower, Unusable
 from frontend_api.openai import Endpoint
 from tests.conftest import free_port
-from tests.frontend_api.client import ask
+from tests.frontend_api.client import Client, ask
 from tests.frontend_api.conftest import MakeSite, Site, until
 
 ROOT = Path(__file__).parents[2]
@@ -31,12 +32,26 @@ BLOCK = 16
 KV = RoutingPolicy(mode=RoutingMode.KV)
 
 
-class TokenIds:
-    """Prompts that are token ids already."""
+LONG = 1_000
 
-    def token_ids(self, endpoint: Endpoint, body: bytes) -> array[int] | None:
+
+class Later(NamedTuple):
+    ids: Callable[[], array[int] | None]
+
+
+class TokenIds:
+    """Prompts that are token ids already; long ones take until they are let go."""
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+        self.let_go.set()
+
+    def at_once(self, endpoint: Endpoint, body: bytes) -> array[int] | Later | None:
         prompt = msgspec.json.decode(body).get("prompt")
-        return array("I", prompt) if isinstance(prompt, list) else None
+        if not isinstance(prompt, list):
+            return None
+        ids = array("I", prompt)
+        return ids if len(ids) < LONG else Later(lambda: ids if self.let_go.wait(10) else None)
 
 
 class Standin:
@@ -91,7 +106,12 @@ class Fleet:
     def __init__(self, site: Site) -> None:
         self.site = site
         self.engines: dict[str, Standin] = {}
-        self._follower = asyncio.create_task(Follower(site.evidence).run())
+        self._follower = asyncio.create_task(Follower(site.evidence, self._load).run())
+
+    def _load(self, folder: str) -> TokenIds:
+        if folder != "a-folder":
+            raise Unusable("it is empty")
+        return TokenIds()
 
     async def add(self, name: str, *arguments: str, **spec: Any) -> Standin:
         role = {"a": Role.AGGREGATED, "p": Role.PREFILL, "d": Role.DECODE}[name[0]]
@@ -117,6 +137,9 @@ class Fleet:
     def holds(self, name: str) -> int:
         return len(self.rank(name).holder.blocks)
 
+    async def loaded(self) -> None:
+        await until(lambda: self.cache.tokens is not None)
+
     async def exact(self) -> None:
         await until(lambda: self.cache.standing().state is State.EXACT)
 
@@ -136,7 +159,7 @@ async def make_fleet(make_site: MakeSite) -> AsyncIterator[MakeFleet]:
     fleets: list[Fleet] = []
 
     async def make(*names: str, policy: RoutingPolicy = KV) -> Fleet:
-        fleet = Fleet(await make_site(tokens=TokenIds()))
+        fleet = Fleet(await make_site())
         fleets.append(fleet)
         await asyncio.gather(*(fleet.add(name) for name in names))
         fleet.site.publish(policy=policy)
@@ -256,6 +279,7 @@ async def test_events_off_and_odd_engines_are_named(make_fleet: MakeFleet, monke
     fleet = await make_fleet()
     await fleet.add("a0", events="", replay="")
     fleet.site.publish(policy=KV)
+    await fleet.loaded()
     told = await fleet.ask(prompt(1))
     assert (told["state"], told["state-because"]) == ("blind", "a0=kv_events_disabled")
     await fleet.add("a1", "--fault", "wrong-block-size")
@@ -278,6 +302,7 @@ async def test_two_engines_that_claim_one_address(make_fleet: MakeFleet) -> None
     engine = await fleet.add("a0")
     await fleet.add("a1", events=engine.spec().events, replay=engine.spec().replay)
     fleet.site.publish(policy=KV)
+    await fleet.loaded()
     told = await fleet.ask(prompt(1))
     assert "a0=kv_events_ambiguous" in told["state-because"]
     assert "a1=kv_events_ambiguous" in told["state-because"]
@@ -285,6 +310,7 @@ async def test_two_engines_that_claim_one_address(make_fleet: MakeFleet) -> None
 
 async def test_without_events_it_remembers_what_it_sent(make_fleet: MakeFleet) -> None:
     fleet = await make_fleet("a0", "a1", policy=RoutingPolicy(mode=RoutingMode.KV_APPROXIMATE))
+    await fleet.loaded()
     firsts = [(await fleet.ask(prompt(seed)))["decode"] for seed in range(4)]
     assert firsts == ["a0", "a1"] * 2
     for seed in (2, 3, 1, 0):
@@ -303,6 +329,41 @@ async def test_where_tokens_are_not_known_load_decides_and_it_is_said(make_fleet
         assert (reply.headers["x-tandem-reason"], reply.headers["x-tandem-overlap"]) == ("no-tokens", "unknown")
         taken.append(reply.headers["x-tandem-decode"])
     assert taken == ["a0", "a1"] * 2
+
+
+async def test_a_long_prompt_is_tokenised_beside_the_others(make_fleet: MakeFleet) -> None:
+    fleet = await make_fleet("a0")
+    await fleet.exact()
+    long = prompt(1, 100)
+    assert (await fleet.ask(long))["overlap"] == "0/1605"
+    await until(lambda: fleet.holds("a0") >= 100)
+    assert (await fleet.ask(long))["overlap"] == "1600/1605"
+    tokens = fleet.cache.tokens
+    assert isinstance(tokens, TokenIds)
+    tokens.let_go.clear()
+    async with Client(fleet.site.port) as client:
+        client.post("/v1/completions", {"model": "m", "prompt": long, "max_tokens": 1})
+        await until(lambda: bool(fleet.site.router.exchanges))
+        assert (await fleet.ask(prompt(2)))["overlap"] == "0/133"
+    await fleet.site.settled()  # it is gone while its prompt is tokenised
+    tokens.let_go.set()
+    assert (await fleet.ask(long))["overlap"] == "1600/1605"
+    assert [r.status for r in fleet.site.telemetry.records] == [200, 200, 200, 499, 200]
+    assert [e.queued for e in fleet.site.view.engines()] == [0]
+
+
+async def test_no_tokenizer_is_no_evidence(make_fleet: MakeFleet) -> None:
+    fleet = await make_fleet("a0")
+    for folder, why in (
+        ("", "the router has no tokenizer for this model"),
+        ("b", "the tokenizer cannot be used: it is empty"),
+    ):
+        fleet.site.publish(policy=KV, tokenizer=folder)
+        await until(lambda why=why: fleet.cache.standing().reasons == {"*": why})
+        told = await fleet.ask(prompt(1))
+        assert (told["state"], told["reason"], told["overlap"]) == ("blind", "no-tokens", "unknown")
+    fleet.site.publish(policy=KV)
+    await fleet.exact()
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])

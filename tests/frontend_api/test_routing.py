@@ -106,7 +106,7 @@ KV = RoutingPolicy(mode=RoutingMode.KV)
 def asked(deployment: Deployment, tokens: int, **overlap: int) -> Prompt:
     """A prompt of which the engines named have so many tokens."""
     engines = {e.id: e for e in (*deployment.prefill, *deployment.decode, *deployment.aggregated)}
-    return Prompt(Cache(deployment, None), tokens, {engines[name]: have for name, have in overlap.items()}, {})
+    return Prompt(Cache(deployment), tokens, {engines[name]: have for name, have in overlap.items()}, {})
 
 
 def test_every_candidate_is_told_with_its_parts_in_seconds() -> None:
