@@ -98,7 +98,7 @@ class Site:
     def publish(self, *, policy: RoutingPolicy | None = None, without: tuple[str, ...] = (), **more: Any) -> None:
         """Give the view a snapshot of all engines so far."""
         self._version += 1
-        engines = tuple(spec for name, spec in self._specs.items() if name not in without)
+        engines = tuple(spec for name, spec in sorted(self._specs.items()) if name not in without)
         deployment = SnapshotDeployment(
             name="dep",
             served_name="m",

@@ -26,6 +26,7 @@ from frontend_api.openai import Endpoint
 from tests.conftest import free_port
 from tests.frontend_api.client import Client, ask
 from tests.frontend_api.conftest import MakeSite, Site, until
+from workers.sim.__main__ import PORT_TAKEN
 
 ROOT = Path(__file__).parents[2]
 BLOCK = 16
@@ -60,12 +61,21 @@ class Standin:
     def __init__(self, name: str, role: Role, *arguments: str) -> None:
         self.name = name
         self.role = role
-        self.port, self.events, self.replay, self.side = (free_port() for _ in range(4))
+        self.port = self.events = self.replay = 0
         self._arguments = arguments
         self.process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> Standin:
-        side = () if self.role is Role.AGGREGATED else ("--side-channel-port", str(self.side))
+        """On ports of its own; others may be quicker to take one."""
+        for _ in range(5):
+            self.port, self.events, self.replay = (free_port() for _ in range(3))
+            if await self.serve():
+                return self
+        raise AssertionError("no ports could be had")
+
+    async def serve(self) -> bool:
+        """Start on the ports it has. False: one of them was taken."""
+        side = () if self.role is Role.AGGREGATED else ("--side-channel-port", str(free_port()))
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "workers.sim", "--host", "127.0.0.1", "--port", str(self.port), "--role", self.role,
             "--served-model-name", "m", "--block-size", str(BLOCK), "--prefill-tokens-per-second", "100000",
@@ -74,8 +84,10 @@ class Standin:
         )  # fmt: skip
         async with asyncio.timeout(20):
             while not await self._is_up():
+                if self.process.returncode == PORT_TAKEN:
+                    return False
                 await asyncio.sleep(0.02)
-        return self
+        return True
 
     async def _is_up(self) -> bool:
         try:
@@ -115,9 +127,9 @@ class Fleet:
 
     async def add(self, name: str, *arguments: str, **spec: Any) -> Standin:
         role = {"a": Role.AGGREGATED, "p": Role.PREFILL, "d": Role.DECODE}[name[0]]
-        engine = self.engines[name] = Standin(name, role, *arguments)
+        engine = self.engines[name] = await Standin(name, role, *arguments).start()
         self.site.add(engine.spec(**spec))
-        return await engine.start()
+        return engine
 
     async def close(self) -> None:
         self._follower.cancel()
@@ -230,7 +242,7 @@ async def test_a_publisher_that_was_killed_and_comes_back_starts_empty(
     first = await fleet.ask(prompt(1))
     await until(lambda: fleet.holds(first["decode"]) >= 8)
     await fleet.engines[first["decode"]].stop()
-    await fleet.engines[first["decode"]].start()
+    assert await fleet.engines[first["decode"]].serve()
     await until(lambda: fleet.rank(first["decode"]).restarts == 1, 20)
     await fleet.exact()
     assert fleet.holds(first["decode"]) == 0
