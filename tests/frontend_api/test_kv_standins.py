@@ -26,6 +26,8 @@ from frontend_api.openai import Endpoint
 from tests.conftest import free_port
 from tests.frontend_api.client import Client, ask
 from tests.frontend_api.conftest import MakeSite, Site, until
+from tests.frontend_api.test_process import Program
+from tests.frontend_api.tiny_model import write_model
 from workers.sim.__main__ import PORT_TAKEN
 
 ROOT = Path(__file__).parents[2]
@@ -387,3 +389,32 @@ async def test_other_modes_know_no_cache(make_fleet: MakeFleet, path: str) -> No
     assert "x-tandem-reason" in reply.headers
     assert "x-tandem-state" not in reply.headers
     assert fleet.site.evidence.caches == {}
+
+
+async def test_the_program_alone_with_a_tokenizer_and_two_engines(make_fleet: MakeFleet, tmp_path: Path) -> None:
+    fleet = await make_fleet("a0", "a1")
+    model = tmp_path / "model"
+    write_model(model)
+    program = Program(
+        tmp_path, "--no-auth", "--model", "m", "--mode", "kv", "--tokenizer", str(model),
+        "--aggregated", *(e.spec().url for e in fleet.engines.values()),
+        "--kv-events", *(f"{s.url}={s.events},replay={s.replay}" for s in (e.spec() for e in fleet.engines.values())),
+    )  # fmt: skip
+    try:
+        await program.up()
+        body = {"model": "m", "prompt": prompt(1), "max_tokens": 1}
+
+        async def told() -> dict[str, str]:
+            reply = await ask(program.port, "/v1/completions", body, **{"x-tandem-explain": "1"})
+            assert reply.status == 200
+            return reply.headers
+
+        async with asyncio.timeout(20):
+            while (first := await told())["x-tandem-state"] != "exact":
+                await asyncio.sleep(0.02)
+            while (again := await told())["x-tandem-overlap"] != "128/133":
+                await asyncio.sleep(0.02)
+        assert again["x-tandem-reason"] == "overlap"
+        assert first["x-tandem-candidates"].count("total=") in (0, 2)
+    finally:
+        program.kill()
