@@ -34,6 +34,15 @@ def parser() -> argparse.ArgumentParser:
     alone.add_argument("--prefill", nargs="+", default=[], metavar="URL", help="prefill engines")
     alone.add_argument("--decode", nargs="+", default=[], metavar="URL", help="decode engines")
     alone.add_argument("--mode", choices=[*RoutingMode], default=RoutingMode.LEAST_LOAD.value, help="order of engines")
+    alone.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="the model's folder (kv, kv-approximate)")
+    alone.add_argument(
+        "--kv-events",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="URL=tcp://HOST:PORT[,replay=tcp://HOST:PORT]",
+        help="where the engine at URL publishes its KV events (kv)",
+    )
     alone.add_argument(
         "--on-prefill-failure",
         choices=[*OnPrefillFailure],
@@ -68,6 +77,8 @@ def options(arguments: argparse.Namespace, settings: config.Config) -> Options:
             decode=arguments.decode,
             aggregated=arguments.aggregated,
             routing=RoutingPolicy(RoutingMode(arguments.mode), OnPrefillFailure(arguments.on_prefill_failure)),
+            tokenizer=str(arguments.tokenizer.resolve()) if arguments.tokenizer else "",
+            kv_events=arguments.kv_events,
         )
     elif arguments.prefill or arguments.decode or arguments.aggregated:
         raise InvalidInput("Name the model that these engines serve: --model NAME.", field="model")

@@ -6,12 +6,15 @@ refusal, client gone, defect) it ends exactly once: legs cancelled, load given b
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from array import array
 from time import monotonic, perf_counter, time
 from typing import TYPE_CHECKING
 
 from controlplane.fleet.wire import RequestRecord, Result
 from frontend_api import flow, openai
+from frontend_api.evidence import Cache, Prompt
 from frontend_api.openai import Ask, Endpoint, Problem, Shape
 from frontend_api.reading import Request
 from frontend_api.server import ClientConnection
@@ -65,7 +68,9 @@ class Exchange:
         self._slow = connection.slow  # what it was sent before may still be on its way
         self._over = False
         self._trace = flow.Trace()
-        self._flow = flow.serve(deployment, ask.alone, self._trace, monotonic)
+        self._cache: Cache | None = None
+        self._prompt: Prompt | None = None
+        self._flow: flow.Flow | None = None
         headers = request.headers
         passed = b"x-request-id: %b\r\n" % request_id
         for name in _PASSED_UP:
@@ -79,11 +84,35 @@ class Exchange:
     def start(self) -> None:
         self.connection.exchange = self
         self.router.exchanges.add(self)
+        cache = self._cache = self.router.evidence.of(self._deployment)
+        tokens = None
+        if cache is not None and cache.tokens is not None and self.endpoint.generates:
+            tokens = cache.tokens.at_once(self.endpoint, self.request.body)
+        if tokens is None or isinstance(tokens, array):
+            self._route(tokens)
+        else:
+            work = asyncio.get_running_loop().run_in_executor(None, tokens.ids)
+            work.add_done_callback(self._tokenised)
+
+    def _tokenised(self, work: asyncio.Future[array[int] | None]) -> None:
+        if self._over:
+            return
+        if work.cancelled() or work.exception() is not None:
+            log.error("defect in the router", exc_info=work.exception() if not work.cancelled() else None)
+            self.crashed()
+        else:
+            self._route(work.result())
+
+    def _route(self, tokens: array[int] | None) -> None:
+        """Begin the flow. `tokens`: of the prompt; None: not known."""
+        if tokens is not None and self._cache is not None:
+            self._prompt = self._cache.prompt(tokens, self._ask.salt)
+        self._flow = flow.serve(self._deployment, self._ask.alone, self._trace, monotonic, self._prompt)
         self.advance(None)
 
     def advance(self, outcome: flow.Outcome) -> None:
         """Tell the flow how its last step went, and take its next."""
-        if self._over:
+        if self._over or self._flow is None:
             return
         try:
             step = self._flow.send(outcome)
@@ -112,7 +141,7 @@ class Exchange:
         """A defect of the router's own: the client is told, and nothing stays behind."""
         if self._over:
             return
-        self._flow.close()
+        self._close_flow()
         problem = Problem(500, "internal_error", "The router failed; its log has the reason.")
         if self.streamed:
             self.connection.send(openai.error_event(problem, self.endpoint.shape), last=True)
@@ -128,8 +157,12 @@ class Exchange:
 
     def client_gone(self) -> None:
         if not self._over:
-            self._flow.close()
+            self._close_flow()
             self._end(499, Result.ABORTED)
+
+    def _close_flow(self) -> None:
+        if self._flow is not None:
+            self._flow.close()
 
     def client_slow(self) -> None:
         self._slow = True
@@ -166,8 +199,26 @@ class Exchange:
         return (
             f"x-tandem-prefill: {trace.prefill or '-'}\r\nx-tandem-decode: {trace.decode or '-'}\r\n"
             f"x-tandem-reason: {trace.reason}\r\nx-tandem-fallback: {trace.cause if trace.fallback else '-'}\r\n"
-            f"x-tandem-overhead-us: {self.overhead_us():.0f}\r\n"
+            f"x-tandem-overhead-us: {self.overhead_us():.0f}\r\n{self._cache_explanation()}"
         ).encode()
+
+    def _cache_explanation(self) -> str:
+        """What cache-aware routing knew: nothing is said where it is not asked for."""
+        if self._cache is None:
+            return ""
+        state, reasons = self._cache.standing()
+        prompt, trace = self._prompt, self._trace
+        overlap = f"{trace.overlap or 0}/{prompt.tokens}" if prompt is not None else "unknown"
+        because = "; ".join(f"{who}={why}" for who, why in reasons.items()) or "-"
+        costs = "; ".join(
+            f"{c.engine.id} total={c.total:.6f} overlap={c.overlap} queue={c.queue:.6f} compute={c.compute:.6f} "
+            f"transfer={c.transfer:.6f} streams={c.streams:.6f}"
+            for c in trace.costs
+        )
+        return (
+            f"x-tandem-state: {state}\r\nx-tandem-state-because: {because}\r\n"
+            f"x-tandem-overlap: {overlap}\r\nx-tandem-candidates: {costs or '-'}\r\n"
+        )
 
     def overhead_us(self) -> float:
         return (self.sent_at - self.request.received_at) * 1e6 if self.sent_at else 0.0
@@ -243,6 +294,7 @@ class Exchange:
                 prompt_tokens=usage.prompt,
                 cached_tokens=usage.cached,
                 output_tokens=usage.output,
+                overlap_tokens=trace.overlap,
                 prefill_seconds=self.prefill_seconds,
                 ttft=first - request.received_at if first else None,
                 itl_mean=(last - first) / steps if first and steps > 0 else None,

@@ -20,6 +20,7 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "decisions_total": ("deployment", "reason"),
     "fallbacks_total": ("deployment", "cause"),
     "tokens_total": ("deployment", "kind"),
+    "kv_events_total": ("deployment", "kind"),
     "refused_total": ("status",),
     "records_written_total": (),
     "records_dropped_total": (),
@@ -28,6 +29,10 @@ COUNTERS: dict[str, tuple[str, ...]] = {
 GAUGES: dict[str, tuple[str, ...]] = {
     "in_flight": ("engine", "role"),
     "engine_down": ("engine",),
+    "kv_state": ("deployment", "state"),
+    "kv_trouble": ("engine", "why"),
+    "kv_blocks": ("deployment",),
+    "kv_entries": ("deployment",),
     "snapshot_version": ("process",),
     "client_connections": (),
     "upstream_connections": (),

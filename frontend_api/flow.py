@@ -18,8 +18,9 @@ from collections.abc import Callable, Generator
 from typing import NamedTuple
 
 from controlplane.fleet.wire import OnPrefillFailure
+from frontend_api.evidence import Prompt
 from frontend_api.openai import Problem
-from frontend_api.routing import Choice, Reason, choose
+from frontend_api.routing import Choice, Cost, Reason, choose
 from frontend_api.upstream import Broken
 from frontend_api.view import Deployment, Engine, carrying
 
@@ -99,7 +100,7 @@ Flow = Generator[Step, Outcome, Verdict]
 class Trace:
     """What happened on the way, for the record and the explanation."""
 
-    __slots__ = ("cause", "decode", "fallback", "prefill", "reason")
+    __slots__ = ("cause", "costs", "decode", "fallback", "overlap", "prefill", "reason")
 
     def __init__(self) -> None:
         self.prefill: str | None = None
@@ -107,21 +108,62 @@ class Trace:
         self.reason = ""
         self.fallback = False
         self.cause = ""
+        self.costs: tuple[Cost, ...] = ()
+        self.overlap: int | None = None
+        """Tokens that the engine which reads the prompt was expected to have; None: not known."""
 
     def note(self, choice: Choice) -> None:
         self.prefill = choice.prefill.id if choice.prefill else None
         self.decode = choice.decode.id if choice.decode else None
         self.reason = choice.reason.value
+        if choice.costs:
+            reads = choice.prefill or choice.decode
+            self.costs = choice.costs
+            self.overlap = next(cost.overlap for cost in choice.costs if cost.engine is reads)
 
 
-def serve(deployment: Deployment, alone: Reason | None, trace: Trace, clock: Callable[[], float]) -> Flow:
-    """The legs of one request. `alone`: why it must not be disaggregated. `clock`: monotonic seconds."""
+class Reader:
+    """An engine that is to read a prompt: the load this is, and what its end teaches."""
+
+    __slots__ = ("_ahead", "_began_at", "_clock", "_engine", "_prompt", "load")
+
+    def __init__(self, engine: Engine, prompt: Prompt | None, clock: Callable[[], float]) -> None:
+        self._engine = engine
+        self._prompt = prompt
+        self._clock = clock
+        lacking = 0
+        if prompt is not None:
+            lacking = prompt.lacking(engine)
+            self._ahead = engine.queued + lacking
+            self._began_at = clock()
+            prompt.sent(engine, self._began_at)
+        self.load = carrying(engine, lacking)
+
+    def read(self, *, learn: bool) -> None:
+        """The prompt is computed. `learn`: the time until now is the prompt's alone."""
+        self.load.computed()
+        if self._prompt is not None:
+            now = self._clock()
+            self._prompt.computed(self._engine, now)
+            if learn:
+                self._engine.learn(self._ahead, now - self._began_at)
+
+
+def serve(
+    deployment: Deployment,
+    alone: Reason | None,
+    trace: Trace,
+    clock: Callable[[], float],
+    prompt: Prompt | None = None,
+) -> Flow:
+    """The legs of one request. `alone`: why it must not be disaggregated. `clock`: monotonic seconds. `prompt`: its tokens
+    and where they lie, if known."""
     avoid: set[Engine] = set()
     stale: set[Engine] = set()
     unavailable: Problem | PassOn | None = None
     legs = strikes = 0
     while legs < MAX_LEGS and strikes < MAX_STRIKES:
-        choice = choose(deployment, now=clock(), alone=alone, avoid=avoid)
+        choice = choose(deployment, now=clock(), alone=alone, avoid=avoid, prompt=prompt)
         if choice.decode is None:
             if unavailable is not None:  # the record keeps the choice that failed
                 return unavailable
@@ -135,10 +177,12 @@ def serve(deployment: Deployment, alone: Reason | None, trace: Trace, clock: Cal
         trace.note(choice)
         if choice.prefill is None:
             legs += 1
-            with carrying(choice.decode):
+            reader = Reader(choice.decode, prompt, clock)
+            with reader.load:
                 outcome = yield Decode(choice.decode, None, choice.decode in stale)
                 if isinstance(outcome, Began):
                     choice.decode.answered()
+                    reader.read(learn=not outcome.whole)
                     if not outcome.whole:
                         yield None
                     return None
@@ -149,7 +193,8 @@ def serve(deployment: Deployment, alone: Reason | None, trace: Trace, clock: Cal
             continue
 
         prefill = choice.prefill
-        with carrying(prefill) as reading:
+        reader = Reader(prefill, prompt, clock)
+        with reader.load as reading:
             decode: Engine | None = choice.decode
             assert decode is not None
             reserved = carrying(decode)  # decode is sure to be needed: count it while the prompt is read
@@ -164,6 +209,7 @@ def serve(deployment: Deployment, alone: Reason | None, trace: Trace, clock: Cal
                 trace.cause = _cause(outcome)
                 continue
             prefill.answered()
+            reader.read(learn=True)
             if outcome.params is None:
                 alone = Reason.PREFILL_FAILED
                 if deployment.routing.on_prefill_failure is OnPrefillFailure.FAIL:
@@ -174,6 +220,8 @@ def serve(deployment: Deployment, alone: Reason | None, trace: Trace, clock: Cal
             while decode is not None and legs < MAX_LEGS and clock() - outcome.at < LEASE_SECONDS - LEASE_MARGIN:
                 legs += 1
                 trace.decode = decode.id
+                if prompt is not None:
+                    prompt.sent(decode, clock())
                 with carrying(decode):
                     answer = yield Decode(decode, outcome.params, decode in stale)
                     if isinstance(answer, Began):
@@ -188,7 +236,7 @@ def serve(deployment: Deployment, alone: Reason | None, trace: Trace, clock: Cal
                     return unavailable
                 if not isinstance(answer, Lost) or answer.sent:
                     break  # the params may be spent
-                again = choose(deployment, now=clock(), avoid=avoid, prefill=prefill)
+                again = choose(deployment, now=clock(), avoid=avoid, prefill=prefill, prompt=prompt)
                 decode = None if again.fallback else again.decode
     return unavailable or no_engine(deployment)
 

@@ -18,6 +18,7 @@ import msgspec
 from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.wire import RequestRecord, Result, Scope, SnapshotKey
 from frontend_api import openai
+from frontend_api.evidence import Evidence
 from frontend_api.exchange import Exchange
 from frontend_api.openai import ENDPOINTS, OWNED_HEADER, Problem, Shape
 from frontend_api.reading import Request
@@ -43,6 +44,7 @@ class Router:
         upstreams: Upstreams,
         telemetry: Telemetry,
         *,
+        evidence: Evidence | None = None,
         auth: bool = True,
         silence_seconds: float = 600.0,
         gap_seconds: float = 300.0,
@@ -50,6 +52,7 @@ class Router:
         self.view = view
         self.upstreams = upstreams
         self.telemetry = telemetry
+        self.evidence = evidence or Evidence(view)
         self.auth = auth
         self.silence_seconds = silence_seconds
         """Longest wait for an engine's first byte."""
@@ -126,7 +129,7 @@ class Router:
 
     def share_figures(self) -> None:
         """Once a second: show the figures of this process to its siblings."""
-        self.telemetry.share(self.view, **self._connections())
+        self.telemetry.share(self.view, self.evidence, **self._connections())
 
     def _connections(self) -> dict[str, int]:
         clients = len(self.server.connections) if self.server is not None else 0
@@ -211,7 +214,7 @@ class Router:
             body = b'{"status":"ready"}' if ready else b'{"status":"no engine can answer"}'
             connection.reply(200 if ready else 503, _JSON, body)
         elif path == b"/metrics":
-            connection.reply(200, _TEXT, self.telemetry.text(self.view, **self._connections()))
+            connection.reply(200, _TEXT, self.telemetry.text(self.view, self.evidence, **self._connections()))
         elif path == _MODELS:
             names = sorted(name for name in self.view.deployments if self._may_use(name, request.key))
             listed = {"object": "list", "data": [self._model(name) for name in names]}

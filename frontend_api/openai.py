@@ -64,6 +64,7 @@ class _Fields(Struct):
     prompt_logprobs: Any = None
     echo: Any = None
     background: Any = None
+    cache_salt: Any = None
     vllm_xargs: Any = None
     kv_transfer_params: Any = UNSET
     ec_transfer_params: Any = UNSET
@@ -82,6 +83,8 @@ class Ask(NamedTuple):
     model: str
     alone: Reason | None
     """Why it must go to one engine; None: it may be disaggregated."""
+    salt: str | None = None
+    """Separates its KV from that of others."""
 
 
 def read_request(endpoint: Endpoint, body: bytes) -> Ask:
@@ -107,7 +110,8 @@ def read_request(endpoint: Endpoint, body: bytes) -> Ask:
         _check_owned(fields)
     if not fields.model and endpoint.path != "/tokenize":
         raise InvalidInput("model: name the model", field="model")
-    return Ask(fields.model or "", _alone(endpoint, fields))
+    salt = fields.cache_salt
+    return Ask(fields.model or "", _alone(endpoint, fields), salt if isinstance(salt, str) else None)
 
 
 def _check_owned(fields: _Fields) -> None:

@@ -14,7 +14,9 @@ from msgspec import Struct
 
 from controlplane.fleet.wire import FleetSnapshot
 from frontend_api import listeners
+from frontend_api.evidence import Evidence, TokenSource
 from frontend_api.gate import Router
+from frontend_api.kvlisten import Follower, Unusable
 from frontend_api.reading import Limits
 from frontend_api.server import Server
 from frontend_api.shared import Slots
@@ -55,6 +57,7 @@ async def run(
     if parent_gone is not None:
         loop.add_reader(parent_gone, stop.set)
     view = View()
+    evidence = Evidence(view)
     upstreams = Upstreams()
     telemetry = Telemetry(
         f"{socket.gethostname()}-{os.getpid()}",
@@ -67,12 +70,14 @@ async def run(
         view,
         upstreams,
         telemetry,
+        evidence=evidence,
         auth=options.auth,
         silence_seconds=options.silence_seconds,
         gap_seconds=options.gap_seconds,
     )
     server = router.server = Server(router, options.limits)
     tasks = [loop.create_task(listeners.run_probes(view)), loop.create_task(_sweeps(server, router))]
+    tasks.append(loop.create_task(Follower(evidence, _tokenizer).run()))
     reporter = None
     client = None
     if options.fleet is not None:
@@ -101,6 +106,18 @@ async def run(
         await reporter.flush()
         await client.aclose()
     upstreams.close()
+
+
+def _tokenizer(folder: str) -> TokenSource:
+    """The exact token ids of a model. Raises `Unusable`."""
+    # imported here: only cache-aware routing needs the memory
+    from frontend_api.model_folder import TokenizerUnusable
+    from frontend_api.tokens import Tokenizer
+
+    try:
+        return Tokenizer(Path(folder))
+    except TokenizerUnusable as error:
+        raise Unusable(error) from None
 
 
 async def drain(server: Server, seconds: float) -> None:

@@ -10,7 +10,14 @@ import msgspec
 
 from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.model import Role
-from controlplane.fleet.wire import FleetSnapshot, RoutingPolicy, SnapshotDeployment, SnapshotEngine, decode
+from controlplane.fleet.wire import (
+    FleetSnapshot,
+    RoutingMode,
+    RoutingPolicy,
+    SnapshotDeployment,
+    SnapshotEngine,
+    decode,
+)
 
 
 def from_file(path: Path) -> FleetSnapshot:
@@ -34,27 +41,66 @@ def from_urls(
     decode: Sequence[str] = (),
     aggregated: Sequence[str] = (),
     routing: RoutingPolicy | None = None,
-    secret: str = "",
+    tokenizer: str = "",
+    kv_events: Sequence[str] = (),
 ) -> FleetSnapshot:
-    """One deployment of the engines at these URLs. Raises `InvalidInput` for roles that do not fit or a bad URL."""
+    """One deployment of the engines at these URLs. `tokenizer`: a model's folder. `kv_events`: `URL=tcp://…[,replay=tcp://…]`
+    per engine. Raises `InvalidInput` for what is no URL or does not fit together."""
+    routing = routing or RoutingPolicy()
     if bool(aggregated) == bool(prefill or decode):
         raise InvalidInput("Give --aggregated URL …, or --prefill URL … with --decode URL ….", field="aggregated")
     if not aggregated and not (prefill and decode):
         raise InvalidInput("Disaggregated serving needs both --prefill URL … and --decode URL ….", field="decode")
+    if routing.mode in (RoutingMode.KV, RoutingMode.KV_APPROXIMATE) and not tokenizer:
+        raise InvalidInput(
+            f"--mode {routing.mode} needs the model's tokens: add --tokenizer FOLDER.", field="tokenizer"
+        )
+    if routing.mode is RoutingMode.KV and not kv_events:
+        raise InvalidInput(
+            "--mode kv lives on the engines' events: add --kv-events URL=tcp://HOST:PORT,replay=tcp://HOST:PORT for each, "
+            "or choose --mode kv-approximate.",
+            field="kv_events",
+        )
+    publishers = dict(map(_publisher, kv_events))
     engines = []
     for role, urls in ((Role.PREFILL, prefill), (Role.DECODE, decode), (Role.AGGREGATED, aggregated)):
         for index, url in enumerate(urls):
             check_url(url, f"--{role}")
             name = f"{role}-{index}"
-            engines.append(SnapshotEngine(id=name, name=name, attempt=1, role=role, url=url.rstrip("/"), secret=secret))
+            url = url.rstrip("/")
+            events, replay = publishers.pop(url, ("", ""))
+            engines.append(
+                SnapshotEngine(id=name, name=name, attempt=1, role=role, url=url, events=events, replay=replay)
+            )
+    if publishers:
+        raise InvalidInput(f"--kv-events: {next(iter(publishers))} is none of the engines given.", field="kv_events")
     deployment = SnapshotDeployment(
         name="standalone",
         served_name=model,
-        routing=routing or RoutingPolicy(),
+        routing=routing,
         engines=tuple(engines),
         wants_prefill=bool(prefill),
+        tokenizer=tokenizer,
     )
     return FleetSnapshot(version=1, deployments=(deployment,))
+
+
+def _publisher(text: str) -> tuple[str, tuple[str, str]]:
+    """`URL=tcp://…[,replay=tcp://…]` as (URL, (events, replay))."""
+    url, _, addresses = text.partition("=")
+    events, _, replay = addresses.partition(",replay=")
+    for address in (events, replay) if replay or ",replay=" in addresses else (events,):
+        try:
+            parts = urlsplit(address)
+            fine = parts.scheme == "tcp" and bool(parts.hostname) and bool(parts.port) and not parts.path
+        except ValueError:
+            fine = False
+        if not fine or "*" in address:
+            raise InvalidInput(
+                f"--kv-events: {text!r} is not understood; write URL=tcp://HOST:PORT[,replay=tcp://HOST:PORT]",
+                field="kv_events",
+            )
+    return url.rstrip("/"), (events, replay)
 
 
 def check_url(url: str, where: str) -> None:

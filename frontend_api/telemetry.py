@@ -9,6 +9,7 @@ from collections import Counter, deque
 
 from controlplane.fleet.wire import RequestRecord, RouterStatus, encode
 from frontend_api import figures
+from frontend_api.evidence import Evidence
 from frontend_api.figures import Figures
 from frontend_api.shared import Slots
 from frontend_api.view import Health, View
@@ -48,6 +49,8 @@ class Telemetry:
         self._decisions = counters["decisions_total"]
         self._fallbacks = counters["fallbacks_total"]
         self._tokens = counters["tokens_total"]
+        self._kv_events = counters["kv_events_total"]
+        self._kv_seen: dict[str, Counter[str]] = {}
         self._refused = counters["refused_total"]
         self._written = counters["records_written_total"]
         self._dropped = counters["records_dropped_total"]
@@ -71,6 +74,10 @@ class Telemetry:
             self._tokens[deployment, "prompt"] += record.prompt_tokens
         if record.output_tokens:
             self._tokens[deployment, "output"] += record.output_tokens
+        if record.cached_tokens:
+            self._tokens[deployment, "cached"] += record.cached_tokens
+        if record.overlap_tokens:
+            self._tokens[deployment, "overlap"] += record.overlap_tokens
         if record.ttft is not None:
             self._ttft.add(record.ttft)
         if record.itl_mean is not None:
@@ -122,7 +129,7 @@ class Telemetry:
 
     # ---- to Prometheus
 
-    def share(self, view: View, *, clients: int, upstream: int) -> None:
+    def share(self, view: View, evidence: Evidence, *, clients: int, upstream: int) -> None:
         """Bring the gauges up to date and show this process's figures to the others. Once a second."""
         gauges = self._gauges
         for gauge in gauges.values():
@@ -130,6 +137,17 @@ class Telemetry:
         for engine in view.engines():
             gauges["in_flight"][engine.id, engine.spec.role] = engine.in_flight
             gauges["engine_down"][engine.id,] = int(engine.health is Health.DOWN)
+        for name, cache in evidence.caches.items():
+            state, reasons = cache.standing()
+            gauges["kv_state"][name, state] = 1
+            for who, why in reasons.items():
+                gauges["kv_trouble"][who, why] = 1
+            gauges["kv_blocks"][name,] = len(cache.index)
+            gauges["kv_entries"][name,] = cache.index.entries
+            counts = cache.counts()
+            for kind, more in (counts - self._kv_seen.get(name, Counter())).items():
+                self._kv_events[name, kind] += more
+            self._kv_seen[name] = counts
         gauges["snapshot_version"][str(self._index),] = view.version
         gauges["client_connections"][()] = clients
         gauges["upstream_connections"][()] = upstream
@@ -137,8 +155,8 @@ class Telemetry:
         if self._slots is not None:
             self._slots.write(self._index, self._figures)
 
-    def text(self, view: View, *, clients: int, upstream: int) -> bytes:
+    def text(self, view: View, evidence: Evidence, *, clients: int, upstream: int) -> bytes:
         """The figures of all processes behind the port; the others' are up to a second old."""
-        self.share(view, clients=clients, upstream=upstream)
+        self.share(view, evidence, clients=clients, upstream=upstream)
         others = self._slots.others(self._index) if self._slots is not None else []
         return figures.text(figures.added([self._figures, *others]))

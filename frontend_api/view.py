@@ -17,6 +17,14 @@ HANG_PAUSE = 5.0
 """Seconds for which an engine that answers nothing at all is not even tried as the last resort."""
 
 
+USUAL_PACE = 1e-4
+"""Seconds per prompt token of an engine that has not shown its own yet."""
+PACE_WEIGHT = 0.2
+"""Of the newest measurement."""
+LEAST_LEARNED = 256
+"""Tokens; shorter prompts tell more of the way than of the engine."""
+
+
 class Health(Enum):
     """What the last connections to an engine told."""
 
@@ -29,13 +37,17 @@ class Health(Enum):
 class Engine:
     """One engine process as this router sees it. (id, attempt, url) names it for ever."""
 
-    __slots__ = ("health", "in_flight", "last_taken", "retry_at", "spec")
+    __slots__ = ("health", "in_flight", "last_taken", "pace", "queued", "retry_at", "spec")
 
     def __init__(self, spec: SnapshotEngine) -> None:
         self.spec = spec
         self.in_flight = 0
         self.last_taken = 0
         """Rises over all engines with each request taken: the smallest was taken longest ago."""
+        self.queued = 0
+        """Prompt tokens that its requests still have to have computed, as far as they are known."""
+        self.pace = USUAL_PACE
+        """Seconds in which it computes one token of a prompt, learned."""
         self.health = Health.UP
         self.retry_at = 0.0
         """Monotonic time from which a DOWN engine may be tried when no other is left."""
@@ -57,6 +69,11 @@ class Engine:
     def answered(self) -> None:
         self.health = Health.UP
 
+    def learn(self, tokens: int, seconds: float) -> None:
+        """It took so long for its first token, with so many to compute before."""
+        if tokens >= LEAST_LEARNED and seconds > 0:
+            self.pace += PACE_WEIGHT * (min(max(seconds / tokens, 1e-6), 0.1) - self.pace)
+
     def __repr__(self) -> str:
         return f"<Engine {self.spec.id} {self.health.value} in_flight={self.in_flight}>"
 
@@ -67,25 +84,35 @@ _turns = count(1)
 class carrying:
     """`with carrying(engine):` counts one request at the engine, from before the connection until the block is left.
 
-    `release` gives the load back early; it is given back exactly once however the block ends.
+    `tokens` of its prompt are to be computed there; `computed` says that they are. `release` gives the load back early;
+    it is given back exactly once however the block ends.
     """
 
-    __slots__ = ("_engine",)
+    __slots__ = ("_engine", "_tokens")
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, tokens: int = 0) -> None:
         self._engine: Engine | None = engine
+        self._tokens = tokens
 
     def __enter__(self) -> carrying:
         engine = self._engine
         assert engine is not None
         engine.in_flight += 1
+        engine.queued += self._tokens
         engine.last_taken = next(_turns)
         return self
+
+    def computed(self) -> None:
+        """The prompt has been read; the request stays."""
+        if self._engine is not None:
+            self._engine.queued -= self._tokens
+            self._tokens = 0
 
     def release(self) -> None:
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.in_flight -= 1
+            engine.queued -= self._tokens
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -105,6 +132,7 @@ class Deployment:
         "routing",
         "served_name",
         "status",
+        "tokenizer",
         "wants_prefill",
     )
 
@@ -113,6 +141,7 @@ class Deployment:
         self.served_name = entry.served_name
         self.routing: RoutingPolicy = entry.routing
         self.status = entry.status
+        self.tokenizer = entry.tokenizer
         self.wants_prefill = entry.wants_prefill
         self.broken_pairs = frozenset(entry.broken_pairs)
         self.prefill = tuple(e for e in engines if e.spec.role is Role.PREFILL)

@@ -140,8 +140,13 @@ class NodeReport(Struct, frozen=True):
 
 
 class RoutingMode(StrEnum):
-    ROUND_ROBIN = "round-robin"
+    KV = "kv"
+    """Where the prompt's KV lies, as the engines' events tell."""
+    KV_APPROXIMATE = "kv-approximate"
+    """The same without events: where the router sent such prompts lately."""
     LEAST_LOAD = "least-load"
+    ROUND_ROBIN = "round-robin"
+    RANDOM = "random"
 
 
 class OnPrefillFailure(StrEnum):
@@ -187,6 +192,8 @@ class SnapshotDeployment(Struct, frozen=True):
     """The intent has a prefill pool; decode alone is then a fallback, not the plan."""
     status: str = ""
     """One sentence for the 503 when no engine may serve."""
+    tokenizer: str = ""
+    """Folder of the model's tokenizer on the router's machine; empty: none, and tokens are not known."""
 
 
 class Scope(StrEnum):
@@ -259,6 +266,8 @@ class RequestRecord(Struct, frozen=True):
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None
+    overlap_tokens: int | None = None
+    """Tokens of the prompt that the router expected the engine to have already; None: it did not ask."""
     prefill_seconds: float | None = None
     ttft: float | None = None
     itl_mean: float | None = None

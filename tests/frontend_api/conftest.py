@@ -22,6 +22,7 @@ from controlplane.fleet.wire import (
     SnapshotEngine,
     SnapshotKey,
 )
+from frontend_api.evidence import Evidence
 from frontend_api.gate import Router
 from frontend_api.reading import Limits
 from frontend_api.server import Server
@@ -62,7 +63,8 @@ class Site:
         self.view = View()
         self.upstreams = Upstreams()
         self.telemetry = Keeper()
-        self.router = Router(self.view, self.upstreams, self.telemetry, auth=auth)
+        self.evidence = Evidence(self.view)
+        self.router = Router(self.view, self.upstreams, self.telemetry, evidence=self.evidence, auth=auth)
         self.server = self.router.server = Server(self.router, limits or Limits())
         self.engines: dict[str, ScriptedEngine] = {}
         self._specs: dict[str, SnapshotEngine] = {}
@@ -84,22 +86,26 @@ class Site:
 
     async def engine(self, name: str, role: Role, answer: Answer = answer_well, **spec: Any) -> ScriptedEngine:
         engine = self.engines[name] = await ScriptedEngine(answer).start()
-        self._specs[name] = SnapshotEngine(
-            id=name, name=name, attempt=1, role=role, url=engine.url, secret=f"secret-{name}", **spec
+        self.add(
+            SnapshotEngine(id=name, name=name, attempt=1, role=role, url=engine.url, secret=f"secret-{name}", **spec)
         )
         return engine
+
+    def add(self, spec: SnapshotEngine) -> None:
+        """An engine that runs elsewhere."""
+        self._specs[spec.id] = spec
 
     def publish(self, *, policy: RoutingPolicy | None = None, without: tuple[str, ...] = (), **more: Any) -> None:
         """Give the view a snapshot of all engines so far."""
         self._version += 1
-        engines = tuple(spec for name, spec in self._specs.items() if name not in without)
+        engines = tuple(spec for name, spec in sorted(self._specs.items()) if name not in without)
         deployment = SnapshotDeployment(
             name="dep",
             served_name="m",
             routing=policy or RoutingPolicy(),
             engines=engines,
             status="It is said why.",
-            **more,
+            **{"tokenizer": "a-folder", **more},
         )
         snapshot = FleetSnapshot(version=self._version, made_at=1.7e9, deployments=(deployment,), keys=KEYS)
         for engine in self.view.take(snapshot):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,6 +23,7 @@ from controlplane.fleet.wire import (
     REQUESTS_STREAM,
     SNAPSHOT_KEY,
     FleetSnapshot,
+    RoutingMode,
     RoutingPolicy,
     SnapshotDeployment,
     SnapshotEngine,
@@ -248,3 +250,44 @@ def test_a_fleet_file_without_keys_needs_no_auth(tmp_path: Path) -> None:
     file = tmp_path / "fleet.json"
     file.write_bytes(fleet("http://127.0.0.1:1", ()))
     assert "--no-auth" in refused(tmp_path, "--fleet", str(file))
+
+
+EVENTS = "http://a:1=tcp://a:2,replay=tcp://a:3"
+
+
+def test_a_fleet_from_the_command_line_knows_its_publishers() -> None:
+    policy = RoutingPolicy(mode=RoutingMode.KV)
+    snapshot = standalone.from_urls(
+        "m",
+        prefill=["http://a:1/"],
+        decode=["http://b:1", "http://c:1"],
+        routing=policy,
+        tokenizer="/model",
+        kv_events=[EVENTS, "http://c:1=tcp://[::1]:2"],
+    )
+    (deployment,) = snapshot.deployments
+    assert (deployment.routing, deployment.tokenizer) == (policy, "/model")
+    assert [(e.name, e.events, e.replay) for e in deployment.engines] == [
+        ("prefill-0", "tcp://a:2", "tcp://a:3"),
+        ("decode-0", "", ""),
+        ("decode-1", "tcp://[::1]:2", ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "more", "field"),
+    [
+        ("kv", {"kv_events": [EVENTS]}, "tokenizer"),
+        ("kv-approximate", {}, "tokenizer"),
+        ("kv", {"tokenizer": "/model"}, "kv_events"),
+        ("kv", {"tokenizer": "/model", "kv_events": ["http://b:1=tcp://a:2"]}, "kv_events"),
+        *(
+            ("kv", {"tokenizer": "/model", "kv_events": [f"http://a:1{rest}"]}, "kv_events")
+            for rest in ("", "=", "=a:2", "=http://a:2", "=tcp://a", "=tcp://*:2", "=tcp://a:2,replay=", "=tcp://a:x")
+        ),
+    ],
+)
+def test_what_kv_routing_lacks_is_named(mode: str, more: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidInput) as error:
+        standalone.from_urls("m", aggregated=["http://a:1"], routing=RoutingPolicy(mode=RoutingMode(mode)), **more)
+    assert error.value.field == field

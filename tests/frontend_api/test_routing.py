@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.fleet.wire import RoutingMode, RoutingPolicy
-from frontend_api.routing import Reason, choose
-from frontend_api.view import Deployment, Engine, carrying
+from frontend_api.evidence import Cache, Prompt
+from frontend_api.routing import STREAM_SECONDS, TRANSFER_PACE, Reason, choose
+from frontend_api.view import USUAL_PACE, Deployment, Engine, carrying
 from tests.frontend_api.test_flow import fleet
 
 ROUND_ROBIN = RoutingPolicy(mode=RoutingMode.ROUND_ROBIN)
@@ -87,22 +88,128 @@ def test_reasons() -> None:
     assert choose(fleet("p0", "d0", policy=ROUND_ROBIN), now=0.0).reason is Reason.ROUND_ROBIN
     assert choose(fleet("a0"), now=0.0).reason is Reason.AGGREGATED
     assert choose(fleet("d0", wants_prefill=False), now=0.0).reason is Reason.NO_PREFILL_POOL
-    assert choose(fleet("d0"), now=0.0)[2:] == (Reason.PREFILL_UNAVAILABLE, True)
+    assert choose(fleet("d0"), now=0.0)[2:4] == (Reason.PREFILL_UNAVAILABLE, True)
     assert choose(fleet("p0"), now=0.0).reason is Reason.NO_ENGINE
     assert choose(fleet("p0"), now=0.0, alone=Reason.RELAYED).decode is not None
+
+
+def test_random_takes_any() -> None:
+    deployment = fleet("a0", "a1", "a2", policy=RoutingPolicy(mode=RoutingMode.RANDOM))
+    counts = Counter(pick(deployment) for _ in range(600))
+    assert min(counts[name] for name in ("a0", "a1", "a2")) > 100
+    assert choose(fleet("p0", "d0", policy=RoutingPolicy(mode=RoutingMode.RANDOM)), now=0.0).reason is Reason.RANDOM
+
+
+KV = RoutingPolicy(mode=RoutingMode.KV)
+
+
+def asked(deployment: Deployment, tokens: int, **overlap: int) -> Prompt:
+    """A prompt of which the engines named have so many tokens."""
+    engines = {e.id: e for e in (*deployment.prefill, *deployment.decode, *deployment.aggregated)}
+    return Prompt(Cache(deployment), tokens, {engines[name]: have for name, have in overlap.items()}, {})
+
+
+def test_every_candidate_is_told_with_its_parts_in_seconds() -> None:
+    deployment = fleet("p0", "p1", "d0", "d1", policy=KV)
+    p0, p1 = deployment.prefill
+    p0.learn(1_000, 10.0)
+    with carrying(p0, 500), carrying(deployment.decode[1]):
+        choice = choose(deployment, now=0.0, prompt=asked(deployment, 1_000, p0=400, d1=960))
+        told = {c.engine.id: (c.overlap, c.queue, c.compute, c.transfer, c.streams) for c in choice.costs}
+        assert told == {
+            "p0": (400, 500 * p0.pace, 600 * p0.pace, 0.0, STREAM_SECONDS),
+            "p1": (0, 0.0, 1_000 * USUAL_PACE, 0.0, 0.0),
+            "d0": (0, 0.0, 0.0, 1_000 * TRANSFER_PACE, 0.0),
+            "d1": (960, 0.0, 0.0, 40 * TRANSFER_PACE, STREAM_SECONDS),
+        }
+        assert all(c.total == c.queue + c.compute + c.transfer + c.streams for c in choice.costs)
+        assert (choice.prefill, choice.decode, choice.reason) == (p1, deployment.decode[0], Reason.LOAD_WINS)
+    assert p0.pace > USUAL_PACE
+    assert (p0.queued, p0.in_flight) == (0, 0)
+
+
+def test_overlap_decides_for_each_pool_by_itself() -> None:
+    deployment = fleet("p0", "p1", "d0", "d1", policy=KV)
+    choice = choose(deployment, now=0.0, prompt=asked(deployment, 2_000, p1=1_600, d0=1_600))
+    assert (choice.prefill, choice.decode, choice.reason) == (
+        deployment.prefill[1],
+        deployment.decode[0],
+        Reason.OVERLAP,
+    )
+
+
+def test_equal_costs_go_to_the_least_served_and_no_overlap_to_the_least_loaded() -> None:
+    deployment = fleet("a0", "a1", "a2", policy=KV)
+    taken = []
+    for _ in range(6):
+        choice = choose(deployment, now=0.0, prompt=asked(deployment, 100, a0=64, a2=64))
+        assert choice.decode is not None
+        assert choice.reason is Reason.OVERLAP
+        with carrying(choice.decode):
+            taken.append(choice.decode.id)
+    assert taken == ["a0", "a2"] * 3
+    with carrying(deployment.aggregated[0]), carrying(deployment.aggregated[2]):
+        choice = choose(deployment, now=0.0, prompt=asked(deployment, 100))
+    assert (choice.decode, choice.reason) == (deployment.aggregated[1], Reason.NO_OVERLAP)
+
+
+def test_a_hot_prefix_leaves_its_engine_before_that_drowns() -> None:
+    deployment = fleet("a0", "a1", "a2", policy=KV)
+    running = []
+    for _ in range(90):
+        choice = choose(deployment, now=0.0, prompt=asked(deployment, 2_024, a0=2_000))
+        assert choice.decode is not None
+        running.append(carrying(choice.decode, 24).__enter__())
+    counts = {e.id: e.in_flight for e in deployment.aggregated}
+    assert counts["a0"] > counts["a1"] >= 20
+    assert counts["a0"] - counts["a1"] <= 2_000 * USUAL_PACE / STREAM_SECONDS + 1
+    assert abs(counts["a1"] - counts["a2"]) <= 1
+    for load in running:
+        load.release()
+    assert [(e.in_flight, e.queued) for e in deployment.aggregated] == [(0, 0)] * 3
+
+
+def test_waiting_prompts_count_until_they_are_computed() -> None:
+    deployment = fleet("a0", "a1", policy=KV)
+    with carrying(deployment.aggregated[0], 50_000) as load, carrying(deployment.aggregated[1]):
+        prompt = asked(deployment, 1_000, a0=900)
+        assert choose(deployment, now=0.0, prompt=prompt).decode is deployment.aggregated[1]
+        load.computed()
+        assert choose(deployment, now=0.0, prompt=prompt).decode is deployment.aggregated[0]
+        load.computed()
+    assert deployment.aggregated[0].queued == 0
+
+
+def test_without_tokens_load_alone_decides_and_it_is_said() -> None:
+    for names in (("a0", "a1"), ("p0", "p1", "d0", "d1")):
+        deployment = fleet(*names, policy=KV)
+        first = (deployment.prefill or deployment.aggregated)[0]
+        with carrying(first, 0):
+            choice = choose(deployment, now=0.0)
+        assert (choice.reason, choice.costs) == (Reason.NO_TOKENS, ())
+        assert first not in (choice.prefill, choice.decode)
+
+
+def test_a_reason_to_be_alone_is_kept() -> None:
+    deployment = fleet("p0", "d0", "d1", policy=KV)
+    prompt = asked(deployment, 1_000, d1=800)
+    choice = choose(deployment, now=0.0, prompt=prompt, alone=Reason.PROMPT_LOGPROBS)
+    assert (choice.prefill, choice.decode, choice.reason) == (None, deployment.decode[1], Reason.PROMPT_LOGPROBS)
+    assert [c.compute for c in choice.costs] == [1_000 * USUAL_PACE, 200 * USUAL_PACE]
 
 
 NAMES = st.lists(st.sampled_from(["p0", "p1", "p2", "d0", "d1", "d2"]), unique=True, max_size=6)
 PAIRS = st.lists(st.tuples(st.sampled_from(["p0", "p1", "p2"]), st.sampled_from(["d0", "d1", "d2"])), max_size=9)
 
 
-@given(NAMES, PAIRS, st.sets(st.sampled_from(["p0", "p1", "d0", "d1"])))
+@given(NAMES, PAIRS, st.sets(st.sampled_from(["p0", "p1", "d0", "d1"])), st.sampled_from(RoutingMode), st.booleans())
 def test_a_choice_is_never_broken_or_avoided_and_is_made_when_it_can_be(
-    names: list[str], broken: list[tuple[str, str]], bad: set[str]
+    names: list[str], broken: list[tuple[str, str]], bad: set[str], mode: RoutingMode, known: bool
 ) -> None:
-    deployment = fleet(*names, broken_pairs=tuple(broken))
+    deployment = fleet(*names, broken_pairs=tuple(broken), policy=RoutingPolicy(mode=mode))
     avoid = {e for e in (*deployment.prefill, *deployment.decode) if e.id in bad}
-    choice = choose(deployment, now=0.0, avoid=avoid)
+    prompt = asked(deployment, 500, **dict.fromkeys(names[:2], 64)) if known else None
+    choice = choose(deployment, now=0.0, avoid=avoid, prompt=prompt)
     good = [n for n in names if n not in bad]
     decodes = [n for n in good if n[0] == "d"]
     pairs = [(p, d) for p in good if p[0] == "p" for d in decodes if (p, d) not in broken]

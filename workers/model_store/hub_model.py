@@ -30,7 +30,7 @@ OTHER_FORMATS = (
 
 def main(model: str, revision: str, folder: Path) -> None:
     import httpx2
-    from huggingface_hub import HfApi, errors, snapshot_download  # type: ignore[import-not-found]
+    from huggingface_hub import HfApi, errors, snapshot_download
 
     token: Any = os.environ.get("HF_TOKEN") or False
     shown = model if revision == "main" else f"{model}@{revision}"

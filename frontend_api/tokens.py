@@ -1,0 +1,165 @@
+"""The prompt of a request as the very token ids that its engine will compute: what exact routing is built on.
+
+A `Tokenizer` is a model's folder: `tokenizer.json`, its configuration and its chat template. It gives the engine's ids or
+none, never others; what decides that is in `prompts`. Whether the folder is the engine's own is not taken on trust:
+`mismatches` compares with the answers of the engine's `/tokenize`.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+
+from frontend_api import messages_prompt, model_folder, prompts, responses_prompt
+from frontend_api.chat_messages import Unknown
+from frontend_api.model_folder import TokenizerUnusable
+from frontend_api.openai import ENDPOINTS, Endpoint, Shape
+from frontend_api.prompts import Body, Prompt
+from frontend_api.segments import Ids, Segments
+
+__all__ = ["Slow", "Tokenizer", "TokenizerUnusable", "mismatches", "probes"]
+CACHE_BYTES = 64 << 20
+"""Texts and ids kept per model, unless said otherwise."""
+AT_ONCE_CHARACTERS = 8_192
+"""Text that is tokenised at once although it is not cached: about a millisecond."""
+AT_ONCE_BYTES = 1 << 20
+"""A larger body is not even read at once."""
+
+
+class Slow(NamedTuple):
+    """Work too long for an event loop. `ids` may run in any thread, and lets others run while it tokenises."""
+
+    ids: Callable[[], Ids[int] | None]
+
+
+class Tokenizer:
+    """The engine's ids for a request's prompt."""
+
+    def __init__(self, folder: Path, *, cache_bytes: int = CACHE_BYTES) -> None:
+        """Reads the folder: about a second for a large vocabulary. Raises `TokenizerUnusable`."""
+        self._tokenizer, self._templates = model_folder.read(folder)
+        self._segments = Segments(self._tokenizer, cache_bytes)
+        self._around = _around(self._tokenizer)
+        self._readers = self._make_readers()
+
+    @property
+    def caches_segments(self) -> bool:
+        """False: this tokenizer sees across its added tokens, and every prompt is tokenised whole."""
+        return self._segments.cuts
+
+    @property
+    def cached_bytes(self) -> int:
+        return self._segments.bytes
+
+    def token_ids(self, endpoint: Endpoint, body: bytes) -> Ids[int] | None:
+        """The ids of the request's one prompt, however long that takes; None: they cannot be known here."""
+        try:
+            prompt = self._prompt(endpoint.shape, body)
+            return prompt if isinstance(prompt, array) else self._encode(*prompt)
+        except (Unknown, UnicodeError):
+            return None
+
+    def at_once(self, endpoint: Endpoint, body: bytes) -> Ids[int] | Slow | None:
+        """As `token_ids` where that takes an event loop about a millisecond at most, else the work to be done elsewhere."""
+        if len(body) > AT_ONCE_BYTES:
+            return Slow(lambda: self.token_ids(endpoint, body))
+        try:
+            prompt = self._prompt(endpoint.shape, body)
+            if isinstance(prompt, array):
+                return prompt
+            if self._segments.unknown(prompt[0]) <= AT_ONCE_CHARACTERS:
+                return self._encode(*prompt)
+        except (Unknown, UnicodeError):
+            return None
+        pieces, special = prompt
+        return Slow(lambda: self._encode_or_none(pieces, special))
+
+    def _make_readers(self) -> dict[Shape, Callable[[Body], Prompt]]:
+        readers: dict[Shape, Callable[[Body], Prompt]] = {Shape.TEXT: prompts.completion}
+        if (templates := self._templates) is not None:
+            readers[Shape.CHAT] = lambda fields: prompts.chat(fields, templates)
+            readers[Shape.RESPONSES] = lambda fields: responses_prompt.responses(fields, templates)
+            readers[Shape.MESSAGES] = lambda fields: messages_prompt.messages(fields, templates)
+        return readers
+
+    def _prompt(self, shape: Shape, body: bytes) -> Ids[int] | tuple[list[str], bool]:
+        read = self._readers.get(shape)
+        if read is None:
+            raise Unknown(shape)
+        prompt = read(prompts.read_body(body))
+        if prompt.ids is not None:
+            return array("I", prompt.ids)
+        return self._segments.cut(prompt.text), prompt.special_tokens
+
+    def _encode_or_none(self, pieces: list[str], special: bool) -> Ids[int] | None:
+        try:
+            return self._encode(pieces, special)
+        except UnicodeError:
+            return None
+
+    def _encode(self, pieces: list[str], special: bool) -> Ids[int]:
+        if not special:
+            return self._segments.ids(pieces)
+        if self._around is None:
+            (encoding,) = self._tokenizer.encode_batch_fast(["".join(pieces)], add_special_tokens=True)
+            return array("I", encoding.ids)
+        before, after = self._around
+        return before + self._segments.ids(pieces) + after
+
+
+_CHAT, _TEXT = ENDPOINTS["/v1/chat/completions"], ENDPOINTS["/v1/completions"]
+
+
+def probes(model: str) -> list[bytes]:
+    """Bodies for an engine's `/tokenize` that show whether a tokenizer is the engine's own."""
+    turns = [
+        {"role": "system", "content": "Answer in one word."},
+        {"role": "user", "content": "Größe  of 42 crates\n\tin\u00a0世界 🙂?"},
+        {"role": "assistant", "content": "Large."},
+        {"role": "user", "content": "Again: don't, I'll, 3.14159, <|x|>, ---"},
+    ]
+    asked: list[dict[str, Any]] = [
+        {"messages": turns[1:2]},
+        {"messages": turns},
+        {"messages": turns[:3], "add_generation_prompt": False},
+        {"prompt": "Plain text,  with  spaces\r\nand lines.\n\n  def f(x): return x_1 != 0"},
+    ]
+    return [json.dumps({"model": model, **body}).encode() for body in asked]
+
+
+def mismatches(tokenizer: Tokenizer, answers: Mapping[bytes, bytes]) -> list[str]:
+    """What speaks against a tokenizer: one sentence per probe whose ids differ from the engine's. Empty: all are the same.
+
+    `answers`: the bodies of `/tokenize` replies with status 200, by the probe that was sent.
+    """
+    found = []
+    for probe, answer in answers.items():
+        endpoint = _CHAT if "messages" in json.loads(probe) else _TEXT
+        theirs = json.loads(answer).get("tokens")
+        mine = tokenizer.token_ids(endpoint, probe)
+        if mine is None:
+            found.append(f"no ids for {probe.decode()[:80]}")
+        elif list(mine) != theirs:
+            found.append(f"{len(mine)} ids where the engine has {len(theirs or ())}, for {probe.decode()[:80]}")
+    return found
+
+
+def _around(tokenizer: tokenizers.Tokenizer) -> tuple[Ids[int], Ids[int]] | None:
+    """The ids that the tokenizer puts before and after every text; None: it does something else."""
+    found = set()
+    for text in ("a", "two words", "3"):
+        bare = tokenizer.encode(text, add_special_tokens=False).ids
+        full = tokenizer.encode(text, add_special_tokens=True).ids
+        at = next((i for i in range(len(full) - len(bare) + 1) if full[i : i + len(bare)] == bare), None)
+        if at is None or not bare:
+            return None
+        found.add((tuple(full[:at]), tuple(full[at + len(bare) :])))
+    if len(found) > 1:
+        return None
+    ((before, after),) = found
+    return array("I", before), array("I", after)

@@ -1,0 +1,90 @@
+"""The router's token ids are vLLM's: of its own request models and renderer, and of a running engine's `/tokenize`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from frontend_api.openai import ENDPOINTS
+from frontend_api.tokens import Tokenizer, mismatches, probes
+from tests.real.conftest import Site
+from tests.real.engines import KEY, MODEL
+from tests.real.prompt_cases import CHATS, KNOWN, OTHERS, PARTS_TEMPLATE, TEXT_TEMPLATE, TEXTS, Case
+
+TEMPLATES = {"its own": None, "text": TEXT_TEMPLATE, "parts": PARTS_TEMPLATE}
+
+
+@pytest.fixture(scope="session")
+def engines_ids(model_path: Path, runtime_script: Callable[..., str]) -> dict[str, list[Any]]:
+    """What vLLM makes of KNOWN and then OTHERS, by template."""
+    script = str(Path(__file__).with_name("render_prompts.py"))
+    asked = json.dumps([list(TEMPLATES.values()), KNOWN + OTHERS])
+    env = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
+    env["VLLM_LOGGING_LEVEL"] = "ERROR"
+    answers = json.loads(runtime_script(script, str(model_path), stdin=asked, VLLM_CPU_KVCACHE_SPACE="1", **env))
+    return dict(zip(TEMPLATES, answers, strict=True))
+
+
+@pytest.fixture(params=TEMPLATES)
+def tokenizer(request: pytest.FixtureRequest, model_path: Path, tmp_path: Path) -> Tokenizer:
+    """Of the real model with that template."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(model_path / name, tmp_path)
+    if (template := TEMPLATES[request.param]) is not None:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    return Tokenizer(tmp_path)
+
+
+def mine(tokenizer: Tokenizer, case: Case) -> list[int] | None:
+    path, body = case
+    ids = tokenizer.token_ids(ENDPOINTS[path], json.dumps(body).encode())
+    return None if ids is None else list(ids)
+
+
+def test_every_known_request_has_vllms_ids(
+    tokenizer: Tokenizer, engines_ids: dict[str, list[Any]], request: pytest.FixtureRequest
+) -> None:
+    theirs = engines_ids[request.node.callspec.params["tokenizer"]][: len(KNOWN)]
+    assert tokenizer.caches_segments
+    for case, expected in zip(KNOWN, theirs, strict=True):
+        assert mine(tokenizer, case) == expected, case
+
+
+def test_no_request_has_other_ids_than_vllms(
+    tokenizer: Tokenizer, engines_ids: dict[str, list[Any]], request: pytest.FixtureRequest
+) -> None:
+    theirs = engines_ids[request.node.callspec.params["tokenizer"]][len(KNOWN) :]
+    for case, expected in zip(OTHERS, theirs, strict=True):
+        assert mine(tokenizer, case) in (None, expected), case
+
+
+def ask(site: Site, body: bytes) -> bytes:
+    headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
+    reply = httpx.post(site.aggregated.url + "/tokenize", content=body, headers=headers, timeout=120, trust_env=False)
+    assert reply.status_code == 200, reply.text
+    return reply.content
+
+
+@pytest.mark.parametrize(("path", "body"), CHATS + TEXTS)
+def test_a_running_engine_says_the_same(site: Site, model_path: Path, path: str, body: dict[str, Any]) -> None:
+    tokenizer = Tokenizer(model_path)
+    asked = body | {"model": MODEL}
+    if asked.get("continue_final_message"):
+        asked["add_generation_prompt"] = False
+    theirs = json.loads(ask(site, json.dumps(asked).encode()))["tokens"]
+    assert mine(tokenizer, (path, body)) == theirs
+
+
+def test_the_probes_find_the_engines_own_tokenizer(site: Site, model_path: Path, tmp_path: Path) -> None:
+    answers = {probe: ask(site, probe) for probe in probes(MODEL)}
+    assert mismatches(Tokenizer(model_path), answers) == []
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_path / name, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(TEXT_TEMPLATE)
+    assert mismatches(Tokenizer(tmp_path), answers)
