@@ -27,6 +27,7 @@ from controlplane.fleet.wire import (
     encode,
     router_key,
 )
+from frontend_api.evidence import Evidence
 from frontend_api.telemetry import Telemetry
 from frontend_api.upstream import Upstreams, accepts_connections
 from frontend_api.view import Health, View
@@ -129,9 +130,10 @@ def write_private(path: Path, data: bytes) -> None:
 class Reporter:
     """Writes records and status to Redis. What Redis does not take is dropped and counted."""
 
-    def __init__(self, telemetry: Telemetry, view: View, client: redis.Redis) -> None:
+    def __init__(self, telemetry: Telemetry, view: View, evidence: Evidence, client: redis.Redis) -> None:
         self._telemetry = telemetry
         self._view = view
+        self._evidence = evidence
         self._client = client
 
     async def flush(self) -> None:
@@ -147,7 +149,7 @@ class Reporter:
     async def report(self) -> None:
         """Write the status once."""
         try:
-            status = self._telemetry.status(self._view)
+            status = self._telemetry.status(self._view, self._evidence)
             await self._client.set(router_key(status.router), encode(status), ex=ROUTER_STATUS_TTL)
         except (RedisError, OSError) as error:
             log.debug("The status was not written: %s", error)

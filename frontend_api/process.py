@@ -86,7 +86,7 @@ async def run(
         client = listeners.connect(options.redis_url)
         listener = listeners.SnapshotListener(view, upstreams, client, options.copy)
         listener.load_copy()
-        reporter = listeners.Reporter(telemetry, view, client)
+        reporter = listeners.Reporter(telemetry, view, evidence, client)
         tasks += [
             loop.create_task(listener.run()),
             loop.create_task(reporter.run_flush()),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from controlplane.fleet.wire import RequestRecord, RouterStatus, encode
+from controlplane.fleet.wire import CacheState, RequestRecord, RouterStatus, encode
 from frontend_api import figures
 from frontend_api.evidence import Evidence
 from frontend_api.figures import Figures
@@ -118,13 +118,19 @@ class Telemetry:
     def dropped(self) -> int:
         return self._dropped[()]
 
-    def status(self, view: View) -> RouterStatus:
+    def status(self, view: View, evidence: Evidence) -> RouterStatus:
+        standings = {
+            deployment.name: cache.standing()
+            for name, cache in evidence.caches.items()
+            if (deployment := view.deployments.get(name)) is not None
+        }
         return RouterStatus(
             router=self.router,
             snapshot_version=view.version,
             in_flight={engine.id: engine.in_flight for engine in view.engines() if engine.in_flight},
             requests=dict(self._results),
             started_at=self.started_at,
+            caches={name: CacheState(s.state, dict(s.reasons)) for name, s in standings.items()},
         )
 
     # ---- to Prometheus

@@ -164,6 +164,7 @@ class EngineRun:
                 max_model_len=identity.max_model_len,
                 kv_events=identity.kv_events,
                 command=record.command,
+                model_folder=record.model_folder,
                 started_at=record.started_at,
                 load=self._load,
                 pairs=self._pairs.proofs(),
@@ -211,7 +212,7 @@ class EngineRun:
                     return
                 record = self._record
                 record.ports, record.command, record.address = chosen, command.argv, self._launcher.address
-                record.pid = None
+                record.pid, record.model_folder = None, str(prepared.model_path or "")
                 self._records.save(record)
                 self._process = process = self._launcher.start(command, self.folder)
                 record.pid, record.start_ticks, record.boot = process.pid, process.ticks, boot_id()

@@ -35,6 +35,7 @@ class EngineRecord(Struct, kw_only=True):
     address: str = ""
     ports: Ports | None = None
     command: tuple[str, ...] = ()
+    model_folder: str = ""
     pid: int | None = None
     start_ticks: int = 0
     """Start time in clock ticks since boot."""

@@ -99,7 +99,8 @@ def _deployment_row(deployment: Deployment, engines: list[Engine], routers: list
     rows = [_engine_row(engine, record, routers) for engine, record in zip(engines, records, strict=True)]
     order = list(Role)
     rows.sort(key=lambda row: order.index(Role(row.engine.role)))
-    return DeploymentRow(deployment, wanted.spec, condition_of(wanted, records), rows, _notices(records))
+    notices = [*_cache_notices(deployment.name, records, routers), *_notices(records)]
+    return DeploymentRow(deployment, wanted.spec, condition_of(wanted, records), rows, notices)
 
 
 def _engine_row(engine: Engine, record: EngineRecord, routers: list[RouterStatus]) -> EngineRow:
@@ -120,6 +121,23 @@ def _routers() -> list[RouterStatus]:
         return publish.current().router_statuses()
     except Unavailable:
         return []
+
+
+_CACHE_STATES = ("blind", "degraded", "approximate", "exact")
+"""Worst first."""
+
+
+def _cache_notices(name: str, engines: list[EngineRecord], routers: list[RouterStatus]) -> list[str]:
+    """How exact cache-aware routing is now, by the router that knows least."""
+    told = [router.caches[name] for router in routers if name in router.caches]
+    if not told:
+        return []
+    worst = min(told, key=lambda cache: _CACHE_STATES.index(cache.state) if cache.state in _CACHE_STATES else -1)
+    names = {engine.id: engine.name for engine in engines}
+    why = "; ".join(
+        reason if who == "*" else f"{names.get(who, who)}: {reason}" for who, reason in worst.reasons.items()
+    )
+    return [f"Cache-aware routing is {worst.state}{f' ({why})' if why else ''}."]
 
 
 def _notices(engines: list[EngineRecord]) -> list[str]:

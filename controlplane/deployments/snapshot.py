@@ -72,6 +72,7 @@ def _deployment(deployment: DeploymentRecord, engines: list[EngineRecord]) -> Sn
         broken_pairs=tuple(sorted(broken)),
         wants_prefill=prefill_pool is not None and prefill_pool.replicas > 0,
         status="" if taking else condition_of(deployment, engines).sentence,
+        tokenizer=next((e.observation.model_folder for e in taking if e.observation is not None), ""),
     )
 
 

@@ -191,6 +191,8 @@ class Observation(Struct, frozen=True):
     """The engine says that KV events are on and where (`/kv_event_sources`). None: not known yet."""
     command: tuple[str, ...] = ()
     """The full argv as launched; it never holds a secret."""
+    model_folder: str = ""
+    """Where its model, and so its tokenizer, lies on its node; empty for a stand-in."""
     started_at: float | None = None
     load: EngineLoad | None = None
     pairs: tuple[PairProof, ...] = ()

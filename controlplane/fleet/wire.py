@@ -221,6 +221,15 @@ class FleetSnapshot(Struct, frozen=True):
     keys: tuple[SnapshotKey, ...] = ()
 
 
+class CacheState(Struct, frozen=True):
+    """How far a router's evidence for cache-aware routing goes, for one deployment."""
+
+    state: str
+    """exact, approximate, degraded or blind."""
+    reasons: dict[str, str] = {}
+    """Why it is not exact: by engine id, `*` for all."""
+
+
 class RouterStatus(Struct, frozen=True):
     """One router process, about once a second."""
 
@@ -231,6 +240,8 @@ class RouterStatus(Struct, frozen=True):
     requests: dict[str, int] = {}
     """By `RequestRecord.result`, since the process started."""
     started_at: float = 0.0
+    caches: dict[str, CacheState] = {}
+    """By name of the deployments that route by KV."""
 
 
 class Result(StrEnum):

@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import redis
@@ -16,10 +17,12 @@ from controlplane.fleet.model import Role
 from controlplane.fleet.wire import (
     REQUESTS_STREAM,
     SNAPSHOT_KEY,
+    CacheState,
     FleetSnapshot,
     RequestRecord,
     Result,
     RouterStatus,
+    RoutingMode,
     RoutingPolicy,
     SnapshotDeployment,
     SnapshotEngine,
@@ -28,6 +31,7 @@ from controlplane.fleet.wire import (
     router_key,
 )
 from frontend_api import listeners, telemetry
+from frontend_api.evidence import Evidence
 from frontend_api.listeners import Reporter, SnapshotListener
 from frontend_api.telemetry import Telemetry
 from frontend_api.upstream import Upstreams
@@ -158,7 +162,7 @@ async def test_redis_goes_and_comes_back(tmp_path: Path, monkeypatch: pytest.Mon
 async def test_records_reach_the_stream(redis_url: str) -> None:
     client = listeners.connect(redis_url)
     told = Telemetry("r1", 5.0)
-    reporter = Reporter(told, View(), client)
+    reporter = Reporter(told, View(), Evidence(View()), client)
     for number in range(2_500):  # three batches
         told.record(record(number))
     await reporter.flush()
@@ -175,9 +179,9 @@ async def test_records_are_dropped_and_counted_when_redis_is_away_or_slow(monkey
     for number in range(12):
         told.record(record(number))
     assert told.dropped == 2
-    await Reporter(told, View(), client).flush()
+    await Reporter(told, View(), Evidence(View()), client).flush()
     assert (told.written, told.dropped) == (0, 12)
-    await Reporter(told, View(), client).report()
+    await Reporter(told, View(), Evidence(View()), client).report()
     await client.aclose()
 
 
@@ -186,12 +190,19 @@ async def test_status(redis_url: str) -> None:
     told, view = Telemetry("r1", 5.0), View()
     view.take(decode(snapshot(9, "e1", "e2"), FleetSnapshot))
     told.record(record(1))
+    evidence = Evidence(view)
     with carrying(next(view.engines())):
-        await Reporter(told, view, client).report()
+        await Reporter(told, view, evidence, client).report()
     control = redis.Redis.from_url(redis_url)
     raw = control.get(router_key("r1"))
     assert isinstance(raw, bytes)
     status = decode(raw, RouterStatus)
     assert status == RouterStatus("r1", 9, {"e1": 1}, {"ok": 1}, 5.0)
     assert 0 < control.ttl(router_key("r1")) <= 5
+    aware = RoutingPolicy(RoutingMode.KV)
+    view.take(FleetSnapshot(10, deployments=(SnapshotDeployment("name", "served", aware),)))
+    evidence.tick(0.0)
+    await Reporter(told, view, evidence, client).report()
+    status = decode(cast(bytes, control.get(router_key("r1"))), RouterStatus)
+    assert status.caches == {"name": CacheState("blind", {"*": "the router has no tokenizer for this model"})}
     await client.aclose()

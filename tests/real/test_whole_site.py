@@ -46,6 +46,20 @@ def test_ready_engines_have_proved_a_transfer_and_answer_disaggregated(tandem: S
     assert reply["headers"]["x-tandem-decode"] == decode["id"]
 
 
+def test_the_same_prefix_goes_where_its_kv_lies(tandem: Site) -> None:
+    assert tandem.api.patch("/deployments/demo", json={"routing": {"mode": "kv"}}).status_code == 200
+    text = "The river rises in the hills and turns east before it meets the sea. " * 12 + "What is this text about?"
+
+    def known() -> dict[str, str]:
+        headers: dict[str, str] = tandem.ask(text=text)[1]["headers"]
+        return headers if headers.get("x-tandem-state") == "exact" else {}
+
+    headers = tandem.until(known, "the router has a tokenizer and all events", 60)
+    assert int(headers["x-tandem-overlap"].split("/")[0]) >= 128, "a block of the prompt was there already"
+    assert headers["x-tandem-reason"] == "overlap"
+    tandem.until(lambda: "Cache-aware routing is exact." in tandem.deployment()["notices"], "REST says so")
+
+
 def test_a_killed_decode_engine_is_replaced_and_the_next_request_served(tandem: Site) -> None:
     victim = tandem.engines(role="decode")[0]
     prefill = tandem.engines(role="prefill")[0]

@@ -142,6 +142,7 @@ class Agent:
                 block_size=16,
                 kv_events=True,
                 command=("python", "-m", "engine", assignment.spec.role),
+                model_folder="/models/m",
                 load=EngineLoad(),
             )
         if seen.phase is Phase.WARMING:

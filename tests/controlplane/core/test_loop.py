@@ -59,6 +59,7 @@ def test_the_snapshot_names_ready_engines_with_all_a_router_needs(fleet: Fleet) 
     assert prefill.secret != decode.secret
     assert deployment.wants_prefill
     assert deployment.broken_pairs == ()
+    assert deployment.tokenizer == "/models/m"
 
 
 def test_a_decode_engines_plan_names_the_prefill_engines_that_answer(fleet: Fleet) -> None:

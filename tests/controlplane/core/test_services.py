@@ -15,6 +15,7 @@ from controlplane.deployments.models import Deployment, Engine, Event, Revision
 from controlplane.deployments.services import Change
 from controlplane.fleet.errors import Conflict, Forbidden, InvalidInput, NotFound
 from controlplane.fleet.model import Role
+from controlplane.fleet.wire import CacheState, RouterStatus
 from tests.controlplane.core.scripted import OPERATOR, Fleet, document
 
 pytestmark = pytest.mark.django_db
@@ -283,6 +284,19 @@ def test_rows_tell_in_flight_as_routers_count_it(fleet: Fleet) -> None:
     assert by_name["decode-0"].node_name == "a"
     fleet.publisher.away = True
     assert {row.in_flight for row in queries.deployment_row("demo").engines} == {None}
+
+
+def test_how_exact_cache_aware_routing_is_comes_from_the_router_that_knows_least(fleet: Fleet) -> None:
+    fleet.join("a")
+    fleet.deploy_ready()
+    assert queries.deployment_row("demo").notices == [], "least-load asks for no cache"
+    exact = CacheState("exact")
+    blind = CacheState("blind", {"*": "no tokenizer", fleet.engine("prefill-0").id: "kv_events_disabled"})
+    fleet.publisher.routers = [RouterStatus("r1", 1, caches={"demo": exact})]
+    assert queries.deployment_row("demo").notices == ["Cache-aware routing is exact."]
+    fleet.publisher.routers += [RouterStatus("r2", 1, caches={"demo": blind})]
+    (notice,) = queries.deployment_row("demo").notices
+    assert notice == "Cache-aware routing is blind (no tokenizer; prefill-0: kv_events_disabled)."
 
 
 def test_sharing_a_card_is_a_notice(fleet: Fleet) -> None:
