@@ -25,10 +25,14 @@ from frontend_api.segments import Ids, Segments
 __all__ = ["Slow", "Tokenizer", "TokenizerUnusable", "mismatches", "probes"]
 CACHE_BYTES = 64 << 20
 """Texts and ids kept per model, unless said otherwise."""
-AT_ONCE_CHARACTERS = 8_192
+AT_ONCE_CHARACTERS = 4_096
 """Text that is tokenised at once although it is not cached: about a millisecond."""
-AT_ONCE_BYTES = 1 << 20
+AT_ONCE_BYTES = 256 << 10
 """A larger body is not even read at once."""
+
+
+_UNKNOWABLE = (Unknown, ValueError, TypeError, RecursionError)
+"""Also half a surrogate pair, numbers of thousands of digits, and objects nested too deep: the engine fails on them too."""
 
 
 class Slow(NamedTuple):
@@ -61,7 +65,7 @@ class Tokenizer:
         try:
             prompt = self._prompt(endpoint.shape, body)
             return prompt if isinstance(prompt, array) else self._encode(*prompt)
-        except (Unknown, UnicodeError):
+        except _UNKNOWABLE:
             return None
 
     def at_once(self, endpoint: Endpoint, body: bytes) -> Ids[int] | Slow | None:
@@ -74,7 +78,7 @@ class Tokenizer:
                 return prompt
             if self._segments.unknown(prompt[0]) <= AT_ONCE_CHARACTERS:
                 return self._encode(*prompt)
-        except (Unknown, UnicodeError):
+        except _UNKNOWABLE:
             return None
         pieces, special = prompt
         return Slow(lambda: self._encode_or_none(pieces, special))
@@ -99,7 +103,7 @@ class Tokenizer:
     def _encode_or_none(self, pieces: list[str], special: bool) -> Ids[int] | None:
         try:
             return self._encode(pieces, special)
-        except UnicodeError:
+        except _UNKNOWABLE:
             return None
 
     def _encode(self, pieces: list[str], special: bool) -> Ids[int]:
