@@ -72,8 +72,8 @@ class Follower:
         try:
             tokens, why = await asyncio.to_thread(self._load, folder), ""
         except Unusable as error:
-            tokens, why = None, f"the tokenizer cannot be used: {error}"
-            log.warning("%s: %s", folder, why)
+            tokens, why = None, "the tokenizer cannot be used"
+            log.warning("The tokenizer in %s cannot be used: %s", folder, error)
         if cache.folder == folder:
             cache.tokens, cache.no_tokens = tokens, why
         del self._loading[folder]
