@@ -1,8 +1,9 @@
 """The prompt of a request as the very token ids that its engine will compute: what exact routing is built on.
 
 A `Tokenizer` is a model's folder: `tokenizer.json`, its configuration and its chat template. It gives the engine's ids or
-none, never others; what decides that is in `prompts`. Whether the folder is the engine's own is not taken on trust:
-`mismatches` compares with the answers of the engine's `/tokenize`.
+none, never others; what decides that is in `prompts`. That the engine reads the folder in the same way is not taken on
+trust (`transformers` builds some tokenizer classes anew, whatever their `tokenizer.json` says): `mismatches` compares with
+the answers of the engine's `/tokenize`.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def probes(model: str) -> list[bytes]:
         {"messages": turns[1:2]},
         {"messages": turns},
         {"messages": turns[:3], "add_generation_prompt": False},
-        {"prompt": "Plain text,  with  spaces\r\nand lines.\n\n  def f(x): return x_1 != 0"},
+        {"prompt": " Plain cafe\u0301,  with   spaces\r\n\r\nand lines.\n\n  def f(x): return x_1 != 0"},
     ]
     return [json.dumps({"model": model, **body}).encode() for body in asked]
 
