@@ -124,7 +124,7 @@ class Fleet:
 
     def _load(self, folder: str) -> TokenIds:
         if folder != "a-folder":
-            raise Unusable("it is empty")
+            raise Unusable("it is empty") if folder == "b" else RuntimeError("a defect")
         return TokenIds()
 
     async def add(self, name: str, *arguments: str, **spec: Any) -> Standin:
@@ -371,6 +371,8 @@ async def test_no_tokenizer_is_no_evidence(make_fleet: MakeFleet) -> None:
     for folder, why in (
         ("", "the router has no tokenizer for this model"),
         ("b", "the tokenizer cannot be used"),
+        ("", "the router has no tokenizer for this model"),
+        ("c", "the tokenizer cannot be used"),
     ):
         fleet.site.publish(policy=KV, tokenizer=folder)
         await until(lambda why=why: fleet.cache.standing().reasons == {"*": why})
