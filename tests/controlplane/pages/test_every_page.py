@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 from django.contrib.auth.models import Group, User
 from django.db import connection
@@ -17,7 +15,7 @@ from controlplane.dashboards.csp import POLICY
 from controlplane.dashboards.form import yaml_of
 from controlplane.dashboards.urls import urlpatterns
 from controlplane.deployments.models import Deployment, Engine
-from controlplane.fleet.wire import RouterStatus, RoutingMode
+from controlplane.fleet.wire import RouterStatus
 from controlplane.nodes.models import Node
 from controlplane.publish import InMemoryPublisher
 from tests.browser import seed
@@ -106,16 +104,6 @@ def test_every_read_renders_for_every_role(paths: dict[str, str], role: str, mon
         assert " style=" not in text, name
         assert "<script>" not in text, name
         assert "not-a-secret" not in text, f"{name} shows an engine's secret"
-
-
-def test_every_routing_mode_can_be_chosen(paths: dict[str, str]) -> None:
-    client = signed_in("operator")
-    new, settings = (client.get(paths[name]).content.decode() for name in ("deployments-new", "deployment-settings"))
-    for mode in RoutingMode:
-        assert re.search(f"<option[^>]*>{mode}</option>", new), mode
-        assert f'name="mode" value="{mode}"' in settings
-        assert client.post(paths["deployment-routing"], {"mode": mode}).status_code == 302
-        assert f'value="{mode}" checked' in client.get(paths["deployment-settings"]).content.decode()
 
 
 @pytest.mark.parametrize("role", ROLES)
