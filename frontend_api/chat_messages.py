@@ -120,8 +120,12 @@ def for_template(message: Message, takes_parts: bool) -> Message:
     parts = _parts(message.get("content"), takes_parts)
     if role == "system":
         parts = _without_billing(parts)
-    as_parts = takes_parts and role != "tool"
-    shown: Message = {"role": role, "content": parts if as_parts else "\n".join(part["text"] for part in parts)}
+    content: Any = parts
+    if not takes_parts:
+        content = "\n".join(part["text"] for part in parts if part["text"])
+    elif role == "tool":
+        content = "\n".join(part["text"] for part in parts)
+    shown: Message = {"role": role, "content": content}
     if role == "assistant":
         if message.get("tool_calls"):
             shown["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]

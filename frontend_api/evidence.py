@@ -96,6 +96,7 @@ class Cache:
     """The KV of one deployment's engines."""
 
     def __init__(self, deployment: Deployment) -> None:
+        self.name = deployment.name
         self.index = Index()
         self.tokens: TokenSource | None = None
         self.folder = ""

@@ -30,7 +30,7 @@ GAUGES: dict[str, tuple[str, ...]] = {
     "in_flight": ("engine", "role"),
     "engine_down": ("engine",),
     "kv_state": ("deployment", "state"),
-    "kv_trouble": ("engine", "why"),
+    "kv_trouble": ("deployment", "engine", "why"),
     "kv_blocks": ("deployment",),
     "kv_entries": ("deployment",),
     "snapshot_version": ("process",),

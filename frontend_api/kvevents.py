@@ -200,8 +200,11 @@ class Rank:
             self._trouble.setdefault(Trouble.NOT_OBSERVED, now)
 
     def computed(self, now: float) -> None:
-        """The engine has computed a prompt that fills blocks of which the index knows nothing: events must tell of them."""
-        if self._owed_since is None:
+        """The engine has computed a prompt that fills blocks of which the index knows nothing: events must tell of them.
+
+        Of an engine that is known in part nothing follows: it may have had them.
+        """
+        if self._owed_since is None and self._knowledge is Knowledge.COMPLETE:
             self._owed_since = now
 
     def close(self) -> None:
@@ -339,10 +342,12 @@ class Rank:
             else:
                 self.block_size = event.block_size
                 extra = event.extra_keys if isinstance(event.extra_keys, list) else None
-                index.stored(
+                left_out = index.stored(
                     holder, event.block_hashes, event.parent_block_hash, event.token_ids, event.block_size,
                     lora=event.lora_name, extra=extra,
                 )  # fmt: skip
+                if left_out is not None:
+                    self._knowledge = Knowledge.PARTIAL
         elif isinstance(event, Removed | RemovedRow):
             if event.medium not in DEVICE or event.group_idx in holder.skipped_groups:
                 index.left_out("other-medium" if event.medium not in DEVICE else "other-group")

@@ -16,11 +16,12 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
-from itertools import islice
 from typing import Any
 
 import msgspec
 from xxhash import xxh3_64_intdigest
+
+from frontend_api.kvnames import Names
 
 MASK = (1 << 60) - 1
 LIMIT = 4_000_000
@@ -67,8 +68,8 @@ class Holder:
 
     def __init__(self, bit: int) -> None:
         self.bit = bit
-        self.blocks: dict[int, int] = {}
-        """The engine's hash (cut) -> own hash, stored longest ago first."""
+        self.blocks = Names()
+        """The engine's hash (cut) -> own hash."""
         self.skipped_groups: set[int] = set()
 
 
@@ -88,7 +89,7 @@ class Index:
         """One object for equal sets of holders."""
         self._holders: list[Holder] = []
         self._alive = 0
-        self._retired: list[tuple[int, dict[int, int]]] = []
+        self._retired: list[tuple[int, Names]] = []
         """Bits and blocks of holders that are gone: no longer matched, swept little by little."""
         self._free_bits: list[int] = []
         self._bits = 0
@@ -112,7 +113,7 @@ class Index:
         if holder.blocks:
             self._alive &= ~holder.bit
             self._retired.append((holder.bit, holder.blocks))
-            holder.blocks = {}
+            holder.blocks = Names()
             holder.bit = self._take_bit()
             self.counts["cleared"] += 1
 
@@ -121,14 +122,14 @@ class Index:
         self._holders.remove(holder)
         self._alive &= ~holder.bit
         self._retired.append((holder.bit, holder.blocks))
-        holder.blocks = {}
+        holder.blocks = Names()
 
     def sweep(self, most: int = 5_000) -> bool:
         """Free some memory of holders that are gone. True: there is more to do."""
         if self._retired:
             bit, blocks = self._retired[-1]
-            for _ in range(min(most, len(blocks))):
-                self._unmark(blocks.popitem()[1], bit)
+            for own in blocks.drain(most):
+                self._unmark(own, bit)
             if not blocks:
                 self._retired.pop()
                 heappush(self._free_bits, bit)
@@ -176,6 +177,7 @@ class Index:
             return self.left_out("mismatched")
         of_block, bit, sets, step = self._blocks, holder.bit, self._sets, block_size * _TOKEN_BYTES
         at = added = 0
+        put = blocks.put
         for number, engine_hash in enumerate(hashes):
             if extra is not None and number < len(extra) and (keys := extra[number]):
                 if lora is not None and keys[0] == lora:
@@ -185,13 +187,12 @@ class Index:
             own = xxh3_64_intdigest(data[at : at + step], own) & MASK
             at += step
             key = _key(engine_hash)
-            before = blocks.pop(key, None)
+            before = put(key, own)
             if before is None:
                 added += 1
             elif before != own:
                 self._unmark(before, bit)
                 added += 1
-            blocks[key] = own
             if before != own:
                 having = of_block.get(own, 0) | bit
                 of_block[own] = sets.setdefault(having, having)
@@ -208,7 +209,7 @@ class Index:
         """Blocks are gone; those that were not known are counted."""
         blocks, bit = holder.blocks, holder.bit
         for engine_hash in hashes:
-            own = blocks.pop(_key(engine_hash), None)
+            own = blocks.pop(_key(engine_hash))
             if own is None:
                 self.counts["unknown"] += 1
             else:
@@ -217,11 +218,10 @@ class Index:
 
     def hold(self, holder: Holder, own: int) -> None:
         """A block by its own hash, for those who know no engine's hash."""
-        if holder.blocks.pop(own, None) is None:
+        if holder.blocks.put(own, own) is None:
             having = self._blocks.get(own, 0) | holder.bit
             self._blocks[own] = self._sets.setdefault(having, having)
             self.entries += 1
-        holder.blocks[own] = own
         if self.entries > self.limit:
             self._evict()
 
@@ -239,18 +239,17 @@ class Index:
         self.entries -= 1
 
     def _evict(self) -> None:
-        """Let the fullest holder forget what it stored longest ago, many at once: reaching a dict's oldest key costs a walk
-        over all that were removed in front of it."""
+        """Let the fullest holder forget what it stored longest ago, a few more than need be."""
         while self.entries > self.limit and (self._retired or self._holders):
             if self._retired:
                 self.sweep()
                 continue
             holder = max(self._holders, key=lambda h: len(h.blocks))
-            for key in list(islice(holder.blocks, self.limit // 64 + 1)):
-                own = holder.blocks.pop(key)
+            for _ in range(min(self.limit // 64 + 1, len(holder.blocks))):
+                key, own = holder.blocks.pop_old()
                 if own in self._used:
                     self._used.discard(own)
-                    holder.blocks[key] = own
+                    holder.blocks.put(key, own)
                 else:
                     self._unmark(own, holder.bit)
                     self.counts["evicted"] += 1

@@ -69,11 +69,14 @@ class Follower:
         self._evidence.tick(monotonic())
 
     async def _load_tokens(self, cache: Cache, folder: str) -> None:
+        tokens: TokenSource | None = None
+        why = "the tokenizer cannot be used"
         try:
-            tokens, why = await asyncio.to_thread(self._load, folder), ""
+            tokens = await asyncio.to_thread(self._load, folder)
         except Unusable as error:
-            tokens, why = None, f"the tokenizer cannot be used: {error}"
-            log.warning("%s: %s", folder, why)
+            log.warning("The tokenizer in %s cannot be used: %s", folder, error)
+        except Exception:
+            log.exception("The tokenizer in %s cannot be used.", folder)
         if cache.folder == folder:
             cache.tokens, cache.no_tokens = tokens, why
         del self._loading[folder]

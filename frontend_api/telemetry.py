@@ -143,11 +143,12 @@ class Telemetry:
         for engine in view.engines():
             gauges["in_flight"][engine.id, engine.spec.role] = engine.in_flight
             gauges["engine_down"][engine.id,] = int(engine.health is Health.DOWN)
-        for name, cache in evidence.caches.items():
+        for cache in evidence.caches.values():
+            name = cache.name
             state, reasons = cache.standing()
             gauges["kv_state"][name, state] = 1
             for who, why in reasons.items():
-                gauges["kv_trouble"][who, why] = 1
+                gauges["kv_trouble"][name, who, why] = 1
             gauges["kv_blocks"][name,] = len(cache.index)
             gauges["kv_entries"][name,] = cache.index.entries
             counts = cache.counts()

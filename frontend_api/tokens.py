@@ -1,8 +1,9 @@
 """The prompt of a request as the very token ids that its engine will compute: what exact routing is built on.
 
 A `Tokenizer` is a model's folder: `tokenizer.json`, its configuration and its chat template. It gives the engine's ids or
-none, never others; what decides that is in `prompts`. Whether the folder is the engine's own is not taken on trust:
-`mismatches` compares with the answers of the engine's `/tokenize`.
+none, never others; what decides that is in `prompts`. That the engine reads the folder in the same way is not taken on
+trust (`transformers` builds some tokenizer classes anew, whatever their `tokenizer.json` says): `mismatches` compares with
+the answers of the engine's `/tokenize`.
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ from frontend_api.segments import Ids, Segments
 __all__ = ["Slow", "Tokenizer", "TokenizerUnusable", "mismatches", "probes"]
 CACHE_BYTES = 64 << 20
 """Texts and ids kept per model, unless said otherwise."""
-AT_ONCE_CHARACTERS = 8_192
+AT_ONCE_CHARACTERS = 4_096
 """Text that is tokenised at once although it is not cached: about a millisecond."""
-AT_ONCE_BYTES = 1 << 20
+AT_ONCE_BYTES = 256 << 10
 """A larger body is not even read at once."""
+
+
+_UNKNOWABLE = (Unknown, ValueError, TypeError, RecursionError)
+"""Also half a surrogate pair, numbers of thousands of digits, and objects nested too deep: the engine fails on them too."""
 
 
 class Slow(NamedTuple):
@@ -61,7 +66,7 @@ class Tokenizer:
         try:
             prompt = self._prompt(endpoint.shape, body)
             return prompt if isinstance(prompt, array) else self._encode(*prompt)
-        except (Unknown, UnicodeError):
+        except _UNKNOWABLE:
             return None
 
     def at_once(self, endpoint: Endpoint, body: bytes) -> Ids[int] | Slow | None:
@@ -74,7 +79,7 @@ class Tokenizer:
                 return prompt
             if self._segments.unknown(prompt[0]) <= AT_ONCE_CHARACTERS:
                 return self._encode(*prompt)
-        except (Unknown, UnicodeError):
+        except _UNKNOWABLE:
             return None
         pieces, special = prompt
         return Slow(lambda: self._encode_or_none(pieces, special))
@@ -99,7 +104,7 @@ class Tokenizer:
     def _encode_or_none(self, pieces: list[str], special: bool) -> Ids[int] | None:
         try:
             return self._encode(pieces, special)
-        except UnicodeError:
+        except _UNKNOWABLE:
             return None
 
     def _encode(self, pieces: list[str], special: bool) -> Ids[int]:
@@ -127,7 +132,7 @@ def probes(model: str) -> list[bytes]:
         {"messages": turns[1:2]},
         {"messages": turns},
         {"messages": turns[:3], "add_generation_prompt": False},
-        {"prompt": "Plain text,  with  spaces\r\nand lines.\n\n  def f(x): return x_1 != 0"},
+        {"prompt": " Plain cafe\u0301,  with   spaces\r\n\r\nand lines.\n\n  def f(x): return x_1 != 0"},
     ]
     return [json.dumps({"model": model, **body}).encode() for body in asked]
 

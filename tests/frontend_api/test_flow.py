@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import OnPrefillFailure, RoutingPolicy, SnapshotDeployment, SnapshotEngine
+from frontend_api.evidence import Cache, Prompt
 from frontend_api.flow import (
     LEASE_MARGIN,
     LEASE_SECONDS,
@@ -30,7 +31,7 @@ from frontend_api.flow import (
 from frontend_api.openai import Problem
 from frontend_api.routing import Reason
 from frontend_api.upstream import Broken
-from frontend_api.view import Deployment, Engine, Health
+from frontend_api.view import PACE_WEIGHT, USUAL_PACE, Deployment, Engine, Health
 
 P = b'{"remote":1}'
 REFUSED = Lost(Broken.CONNECT, False)
@@ -48,7 +49,12 @@ def fleet(*names: str, policy: RoutingPolicy | None = None, **more: Any) -> Depl
 
 def load(deployment: Deployment) -> dict[str, int]:
     engines = (*deployment.prefill, *deployment.decode, *deployment.aggregated)
-    return {e.id: e.in_flight for e in engines if e.in_flight}
+    return {e.id: e.in_flight for e in engines if e.in_flight or e.queued}
+
+
+def long_prompt(deployment: Deployment) -> Prompt:
+    """Of which no engine has anything."""
+    return Prompt(Cache(deployment), 5_000, {}, {})
 
 
 class Clock:
@@ -64,11 +70,11 @@ def prefilled(clock: Clock, age: float = 0.0) -> Prefilled:
 
 
 def walk(
-    deployment: Deployment, script: list[Callable[[Clock], Outcome]], alone: Reason | None = None
+    deployment: Deployment, script: list[Callable[[Clock], Outcome]], alone: Reason | None = None, known: bool = False
 ) -> tuple[list[str], Any, Trace]:
     """Play a script of outcomes. Returns the legs asked for (`p0`, `d0`, `d0+kv`, `…!` on a new connection) and the verdict."""
     clock, trace = Clock(), Trace()
-    flow = serve(deployment, alone, trace, clock)
+    flow = serve(deployment, alone, trace, clock, long_prompt(deployment) if known else None)
     legs: list[str] = []
     outcome: Outcome = None
     todo = list(script)
@@ -137,9 +143,12 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any], list[Callable[[Clock], O
 
 
 @pytest.mark.parametrize(("engines", "more", "script", "legs", "verdict"), CASES.values(), ids=CASES)
-def test_walk(engines: tuple[str, ...], more: dict[str, Any], script: list[Any], legs: list[str], verdict: Any) -> None:
+@pytest.mark.parametrize("known", [False, True])
+def test_walk(
+    engines: tuple[str, ...], more: dict[str, Any], script: list[Any], legs: list[str], verdict: Any, known: bool
+) -> None:
     deployment = fleet(*engines, **more)
-    got, end, _ = walk(deployment, script)
+    got, end, _ = walk(deployment, script, known=known)
     assert got == legs
     assert (None if end is None else (type(end), end.status)) == verdict
 
@@ -197,6 +206,33 @@ def test_a_stream_holds_decode_until_its_end_and_prefill_until_its_beginning() -
     assert load(deployment) == {}
 
 
+def test_what_is_computed_no_longer_waits_and_teaches_the_engines_pace() -> None:
+    deployment, clock, trace = fleet("p0", "d0"), Clock(), Trace()
+    (prefill,) = deployment.prefill
+    flow = serve(deployment, None, trace, clock, long_prompt(deployment))
+    flow.send(None)
+    assert (prefill.queued, deployment.decode[0].queued, trace.overlap) == (5_000, 0, 0)
+    clock.now += 50.0
+    flow.send(prefilled(clock))
+    assert (prefill.queued, prefill.in_flight) == (0, 1)
+    assert prefill.pace == pytest.approx(USUAL_PACE + PACE_WEIGHT * (0.01 - USUAL_PACE))
+    flow.close()
+    for whole, learned in ((True, False), (False, True)):
+        deployment = fleet("a0")
+        flow = serve(deployment, None, trace, clock, long_prompt(deployment))
+        flow.send(None)
+        clock.now += 5.0
+        try:
+            flow.send(Began(whole=whole))
+        except StopIteration:
+            assert whole
+        assert deployment.aggregated[0].queued == 0
+        assert (deployment.aggregated[0].pace != USUAL_PACE) is learned, (
+            "the time of a whole answer is not its prompt's"
+        )
+        flow.close()
+
+
 OUTCOMES = st.sampled_from(["began", "kv", "nokv", "refused", "reset", "stale", "400", "500", "401", "silent", "close"])
 
 
@@ -204,12 +240,13 @@ OUTCOMES = st.sampled_from(["began", "kv", "nokv", "refused", "reset", "stale", 
     st.sampled_from([("a0",), ("a0", "a1"), ("p0", "d0"), ("p0", "p1", "d0", "d1"), ("p0",), ("d0",), ()]),
     st.sampled_from([RoutingPolicy(), FAIL]),
     st.lists(OUTCOMES, max_size=12),
+    st.booleans(),
 )
 def test_whatever_happens_load_returns_to_zero_and_legs_are_bounded(
-    engines: tuple[str, ...], policy: RoutingPolicy, script: list[str]
+    engines: tuple[str, ...], policy: RoutingPolicy, script: list[str], known: bool
 ) -> None:
     deployment, clock, trace = fleet(*engines, policy=policy), Clock(), Trace()
-    flow = serve(deployment, None, trace, clock)
+    flow = serve(deployment, None, trace, clock, long_prompt(deployment) if known else None)
     outcome: Outcome = None
     legs, spent = 0, False
     script = script[:]

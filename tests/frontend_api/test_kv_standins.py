@@ -124,7 +124,7 @@ class Fleet:
 
     def _load(self, folder: str) -> TokenIds:
         if folder != "a-folder":
-            raise Unusable("it is empty")
+            raise Unusable("it is empty") if folder == "b" else RuntimeError("a defect")
         return TokenIds()
 
     async def add(self, name: str, *arguments: str, **spec: Any) -> Standin:
@@ -206,7 +206,7 @@ async def test_the_second_turn_goes_to_the_engine_of_the_first(make_fleet: MakeF
         assert told["candidates"].count("total=") == 2
     assert [r.overlap_tokens for r in fleet.site.telemetry.records] == [0] * 6 + [128] * 6
     text = (await ask(fleet.site.port, "/metrics", None)).body.decode()
-    assert 'tandem_router_kv_state{deployment="m",state="exact"} 1' in text
+    assert 'tandem_router_kv_state{deployment="dep",state="exact"} 1' in text
     assert 'tandem_router_tokens_total{deployment="dep",kind="overlap"} 768' in text
     assert 'tandem_router_decisions_total{deployment="dep",reason="overlap"} 6' in text
 
@@ -370,7 +370,9 @@ async def test_no_tokenizer_is_no_evidence(make_fleet: MakeFleet) -> None:
     fleet = await make_fleet("a0")
     for folder, why in (
         ("", "the router has no tokenizer for this model"),
-        ("b", "the tokenizer cannot be used: it is empty"),
+        ("b", "the tokenizer cannot be used"),
+        ("", "the router has no tokenizer for this model"),
+        ("c", "the tokenizer cannot be used"),
     ):
         fleet.site.publish(policy=KV, tokenizer=folder)
         await until(lambda why=why: fleet.cache.standing().reasons == {"*": why})

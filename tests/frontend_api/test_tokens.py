@@ -95,6 +95,10 @@ def test_ids_stay_as_they_are(tokenizer: Tokenizer) -> None:
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
 UNKNOWN = [
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": ["text"], "text": "a"}]}]}),
+    (CHAT, {"messages": [{"role": ["user"], "content": "a"}]}),
+    (CHAT, {"messages": [USER], "chat_template_kwargs": [1]}),
+    (CHAT, {"messages": [USER], "tools": [{"function": {"name": 1}}]}),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}]}),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}),
     (CHAT, {"messages": [{"role": "user", "content": None}]}),
@@ -254,6 +258,19 @@ def test_a_tool_call_is_shown_in_the_apis_order_with_its_arguments_parsed(tmp_pa
     for unusable in ("", "[1]", "{bad"):
         call = {**CALL, "function": {"name": "look", "arguments": unusable}}
         assert '"arguments": {}' in shown(tokenizer, messages=[{"role": "assistant", "tool_calls": [call]}])
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"a": "\\ud800"}', '{"a": ' + "9" * 5000 + "}", '{"a": ' + "[" * 5000 + "]" * 5000 + "}", "[" * 5000]
+)
+def test_arguments_that_break_an_engine_break_nothing_here(tmp_path: Path, arguments: str) -> None:
+    tokenizer = Tokenizer(write_model(tmp_path, EVERYTHING))
+    call = {**CALL, "function": {"name": "look", "arguments": arguments}}
+    messages = [{"role": "assistant", "content": "x", "tool_calls": [call]}]
+    assert tokenizer.token_ids(CHAT, body(messages=messages)) is None
+    assert tokenizer.at_once(CHAT, body(messages=messages)) is None
+    resumed = body(messages=messages, add_generation_prompt=False, continue_final_message=True)
+    tokenizer.at_once(CHAT, resumed)  # its text ends before the call
 
 
 def test_a_tool_has_only_the_apis_fields(tmp_path: Path) -> None:

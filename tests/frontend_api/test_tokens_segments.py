@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -93,6 +94,15 @@ def test_a_segment_is_tokenised_once() -> None:
     assert segments.unknown(second) == len("<|im_start|>user\n2")
     segments.ids(second)
     assert segments.unknown(second) == 0
+
+
+def test_threads_share_the_cache() -> None:
+    segments = Segments(tiny_tokenizer(), 5_000)
+    texts = [f"<s>{number % 7}" + "river " * (number % 11) + "<|im_end|>" for number in range(300)]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda text: segments.ids(segments.cut(text)), texts))
+    assert found == [segments.encode(text) for text in texts]
+    assert 0 < segments.bytes <= 5_000
 
 
 def test_the_segment_used_longest_ago_goes_first() -> None:

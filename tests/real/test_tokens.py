@@ -15,16 +15,17 @@ from frontend_api.openai import ENDPOINTS
 from frontend_api.tokens import Tokenizer, mismatches, probes
 from tests.real.conftest import Site
 from tests.real.engines import KEY, MODEL
-from tests.real.prompt_cases import CHATS, KNOWN, OTHERS, PARTS_TEMPLATE, TEXT_TEMPLATE, TEXTS, Case
+from tests.real.prompt_cases import CHATS, KNOWN, OTHERS, PARTS_TEMPLATE, TEXT_TEMPLATE, TEXTS, Case, damaged
 
+REST = OTHERS + damaged(600, seed=7)
 TEMPLATES = {"its own": None, "text": TEXT_TEMPLATE, "parts": PARTS_TEMPLATE}
 
 
 @pytest.fixture(scope="session")
 def engines_ids(model_path: Path, runtime_script: Callable[..., str]) -> dict[str, list[Any]]:
-    """What vLLM makes of KNOWN and then OTHERS, by template."""
+    """What vLLM makes of KNOWN and then REST, by template."""
     script = str(Path(__file__).with_name("render_prompts.py"))
-    asked = json.dumps([list(TEMPLATES.values()), KNOWN + OTHERS])
+    asked = json.dumps([list(TEMPLATES.values()), KNOWN + REST])
     env = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
     env["VLLM_LOGGING_LEVEL"] = "ERROR"
     answers = json.loads(runtime_script(script, str(model_path), stdin=asked, VLLM_CPU_KVCACHE_SPACE="1", **env))
@@ -60,8 +61,12 @@ def test_no_request_has_other_ids_than_vllms(
     tokenizer: Tokenizer, engines_ids: dict[str, list[Any]], request: pytest.FixtureRequest
 ) -> None:
     theirs = engines_ids[request.node.callspec.params["tokenizer"]][len(KNOWN) :]
-    for case, expected in zip(OTHERS, theirs, strict=True):
-        assert mine(tokenizer, case) in (None, expected), case
+    known = 0
+    for case, expected in zip(REST, theirs, strict=True):
+        if isinstance(expected, list) and (ids := mine(tokenizer, case)) is not None:
+            assert ids == expected, case
+            known += 1
+    assert known > len(REST) // 3
 
 
 def ask(site: Site, body: bytes) -> bytes:
