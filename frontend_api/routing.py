@@ -165,6 +165,10 @@ def _why(costs: Sequence[Cost], taken: Cost) -> Reason:
     return Reason.OVERLAP if taken.overlap == most else Reason.LOAD_WINS
 
 
+def _first(pool: Sequence[Engine], order: Callable[[Engine], tuple[int, int]]) -> Engine:
+    return pool[0] if len(pool) == 1 else min(pool, key=order)
+
+
 class _Ranked(NamedTuple):
     """A pool in the order of one request."""
 
@@ -177,7 +181,7 @@ class _Ranked(NamedTuple):
         if self.costs:
             cost = min(self.costs)
             return cost.engine, _why(self.costs, cost)
-        return (min(self.engines, key=self.order) if len(self.engines) > 1 else self.engines[0]), self.reason
+        return _first(self.engines, self.order), self.reason
 
     def all(self) -> list[Engine]:
         return [cost.engine for cost in sorted(self.costs)] if self.costs else sorted(self.engines, key=self.order)
@@ -212,6 +216,9 @@ def choose(
     prefills = (prefill,) if prefill is not None else usable(deployment.prefill, avoid, now)
     if not prefills:
         return _alone(answering, mode, prompt, Reason.PREFILL_UNAVAILABLE, fallback=True)
+    if prompt is None and not deployment.broken_pairs:  # the same as below, in a quarter of the time
+        order, reason = ORDERS[mode]
+        return Choice(_first(prefills, order), _first(answering, order), reason)
     reading = _rank(prefills, mode, prompt)
     writing = _rank(answering, mode, prompt, True)
     broken = deployment.broken_pairs
@@ -231,6 +238,10 @@ def _alone(
     answering: Sequence[Engine], mode: RoutingMode, prompt: Prompt | None, reason: Reason, *, fallback: bool = False
 ) -> Choice:
     """One engine reads and answers. What decided between several is the reason where being alone is nothing special."""
+    if prompt is None:
+        order, why = ORDERS[mode]
+        in_mode = reason in (Reason.AGGREGATED, Reason.NO_PREFILL_POOL) and mode in CACHE_AWARE
+        return Choice(None, _first(answering, order), why if in_mode else reason, fallback)
     ranked = _rank(answering, mode, prompt)
     taken, why = ranked.best()
     if reason in (Reason.AGGREGATED, Reason.NO_PREFILL_POOL) and mode in CACHE_AWARE:
