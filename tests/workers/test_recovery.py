@@ -92,7 +92,7 @@ def test_an_engine_that_died_unseen_is_told_and_not_started_again(node: Node) ->
     (seen,) = up(node, engine)
     former = node.agent
     psutil.Process(seen.pid).kill()
-    until(lambda: all(run.ended for run in former.runs()))
+    until(lambda: all(run.ended for run in former.runs()) and record(node, engine).ended)  # the file comes last
     unseen = record(node, engine)
     unseen.ended, unseen.exit_code, unseen.detail = False, None, ""
     rewrite(node, unseen)
