@@ -133,6 +133,7 @@ def test_the_page_polls_while_the_socket_is_down(page: Page, demo: tuple[str, st
 
 def test_the_theme_is_remembered(page: Page) -> None:
     sign_in(page, "viewer")
+    expect(page.locator("#live-state[data-state=live]")).to_be_visible()  # the scripts run
     page.get_by_label("Switch between dark and light").click()
     chosen = page.locator("html").get_attribute("data-theme")
     assert chosen in ("dark", "light")
