@@ -34,10 +34,8 @@ def test_address(configured: str, control_plane: str, address: str) -> None:
 
 def test_the_address_is_the_one_that_leads_to_the_control_plane() -> None:
     ours = [a.address for name in psutil.net_if_addrs().values() for a in name if a.family.name == "AF_INET"]
-    private = [address for address in ours if not address.startswith("127.")]
-    if not private:
-        pytest.skip("this machine has no address but loopback")
-    assert hardware.choose_address("", f"http://{private[0]}:8000") == private[0]
+    ours.sort(key=lambda address: address.startswith("127."))  # a machine may have no other
+    assert hardware.choose_address("", f"http://{ours[0]}:8000") == ours[0]
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "*", "224.0.0.1", "192.0.2.77", "gpu-box", "::1", "127.0.0.1:80"])
