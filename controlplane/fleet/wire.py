@@ -156,9 +156,39 @@ class OnPrefillFailure(StrEnum):
     FAIL = "fail"
 
 
-class RoutingPolicy(Struct, frozen=True, forbid_unknown_fields=True):
+class Disaggregate(StrEnum):
+    AUTO = "auto"
+    """Where a prefill engine is expected to be faster than the answering engine alone; where that is not known: always."""
+    ALWAYS = "always"
+    """Every request that can be."""
+
+
+class Affinity(StrEnum):
+    """What keeps the requests of one session together."""
+
+    NONE = "none"
+    HEADER = "header"
+    """The header `x-session-id`."""
+    USER = "user"
+    """That header, else the body's `user`."""
+
+
+class RoutingPolicy(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     mode: RoutingMode = RoutingMode.LEAST_LOAD
     on_prefill_failure: OnPrefillFailure = OnPrefillFailure.FALLBACK
+    disaggregate: Disaggregate = Disaggregate.AUTO
+    local_below_tokens: int = 0
+    """With fewer prompt tokens to compute, the answering engine computes them itself."""
+    affinity: Affinity = Affinity.HEADER
+    temperature: float = 0.0
+    """Of the choice by cost: 0 takes the cheapest; above, dearer engines have a chance as in a softmax of cost ÷ temperature,
+    costs scaled to 0…1 over the candidates."""
+    max_in_flight: int | None = None
+    """Requests that one engine may have at a time over all routers; more wait in the router. None: the engine queues."""
+    queue_limit: int = 1_000
+    """Requests that may wait in one router process while all engines are full."""
+    queue_seconds: float = 30.0
+    """The longest that one waits."""
 
 
 class SnapshotEngine(Struct, frozen=True):
@@ -210,6 +240,13 @@ class SnapshotKey(Struct, frozen=True):
     expires_at: float | None = None
     models: tuple[str, ...] = ()
     """Served names it may use; empty: all."""
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    """Prompt and output together."""
+    concurrency: int | None = None
+    """Requests at a time, over all routers."""
+    priority: int = 0
+    """Of two requests that wait for an engine the one with the higher is served first."""
 
 
 class FleetSnapshot(Struct, frozen=True):

@@ -393,7 +393,7 @@ async def test_a_defect_is_answered_and_ends_nothing_else(alone: Site, monkeypat
         patch.setattr("frontend_api.openai.read_request", fail)
         reply = await ask(alone.port, CHAT, PROMPT)
         assert (reply.status, reply.error["code"]) == (500, "internal_error")
-    for name in ("openai.read_reply", "flow.choose", "exchange.AnswerLeg.head"):
+    for name in ("openai.read_reply", "flow.choose", "legs.AnswerLeg.head"):
         with monkeypatch.context() as patch:
             patch.setattr(f"frontend_api.{name}", fail)
             assert (await ask(alone.port, CHAT, PROMPT)).error["code"] == "internal_error"

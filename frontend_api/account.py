@@ -1,0 +1,109 @@
+"""What is known of one request when it ends: its times, its counts, and the record made of them. No IO, no decision."""
+
+from __future__ import annotations
+
+from time import perf_counter, time
+from typing import TYPE_CHECKING
+
+from controlplane.fleet.wire import RequestRecord, Result
+from frontend_api.openai import Endpoint, Shape, Usage
+
+if TYPE_CHECKING:
+    from frontend_api.flow import Trace
+    from frontend_api.sse import EventReader
+
+
+class Account:
+    """Times and counts of one request. Times are `perf_counter` seconds; 0: has not happened."""
+
+    __slots__ = (
+        "first_text_at",
+        "last_text_at",
+        "longest_gap",
+        "prefill_seconds",
+        "reader",
+        "received_at",
+        "sent_at",
+        "streamed",
+        "truncated",
+        "usage",
+    )
+
+    def __init__(self, received_at: float) -> None:
+        self.received_at = received_at
+        self.sent_at = self.first_text_at = self.last_text_at = self.longest_gap = 0.0
+        self.prefill_seconds: float | None = None
+        self.usage = Usage()
+        self.reader: EventReader | None = None
+        """Of the stream that is relayed; None: the answer is no stream."""
+        self.streamed = False
+        """The client has the beginning of a stream."""
+        self.truncated = False
+
+    def sending(self) -> None:
+        """The first byte for an engine leaves now."""
+        if not self.sent_at:
+            self.sent_at = perf_counter()
+
+    def relaying(self) -> None:
+        """Events are on their way to the client."""
+        assert self.reader is not None
+        if self.reader.texts:
+            now = perf_counter()
+            if not self.first_text_at:
+                self.first_text_at = now
+            elif now - self.last_text_at > self.longest_gap:
+                self.longest_gap = now - self.last_text_at
+            self.last_text_at = now
+
+    @property
+    def overhead_us(self) -> float:
+        """The router's own time before the first byte to an engine, in microseconds."""
+        return (self.sent_at - self.received_at) * 1e6 if self.sent_at else 0.0
+
+    def result(self, endpoint: Endpoint) -> Result:
+        """What an answer with status 200 was worth: without a token it is a failure."""
+        if self.truncated:
+            return Result.TRUNCATED
+        if not endpoint.generates:
+            return Result.OK
+        reader = self.reader
+        if reader is not None:
+            silent = reader.texts <= (1 if endpoint.shape is Shape.CHAT else 0)
+            if reader.failed or silent:
+                return Result.FAILED
+        return Result.FAILED if self.usage.output == 0 else Result.OK
+
+    def record(
+        self, request_id: str, deployment: str, endpoint: Endpoint, key: str, trace: Trace, status: int, result: Result
+    ) -> RequestRecord:
+        """The request ends now."""
+        now = perf_counter()
+        usage, reader = self.usage, self.reader
+        steps = (usage.output or (reader.texts if reader else 0)) - 1
+        first, last = self.first_text_at, self.last_text_at
+        return RequestRecord(
+            id=request_id,
+            at=time(),
+            deployment=deployment,
+            endpoint=endpoint.path,
+            status=status,
+            result=result,
+            stream=self.streamed,
+            key=key,
+            prefill=trace.prefill,
+            decode=trace.decode,
+            reason=trace.reason,
+            fallback=trace.fallback,
+            fallback_cause=trace.cause if trace.fallback else "",
+            prompt_tokens=usage.prompt,
+            cached_tokens=usage.cached,
+            output_tokens=usage.output,
+            overlap_tokens=trace.overlap,
+            prefill_seconds=self.prefill_seconds,
+            ttft=first - self.received_at if first else None,
+            itl_mean=(last - first) / steps if first and steps > 0 else None,
+            longest_gap=self.longest_gap if first and steps > 0 else None,
+            e2e=now - self.received_at,
+            overhead_us=self.overhead_us,
+        )

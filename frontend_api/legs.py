@@ -1,0 +1,173 @@
+"""The two ends of a leg: what becomes of the bytes that an engine sends.
+
+A prefill engine's reply is collected and read; the answering engine's is relayed, a stream as it comes. Whatever they see they
+tell the exchange; what follows from it is the flow's business.
+"""
+
+from __future__ import annotations
+
+from time import monotonic, perf_counter
+from typing import TYPE_CHECKING
+
+from frontend_api import flow, openai
+from frontend_api.openai import Problem
+from frontend_api.sse import EventReader, EventTooLong
+from frontend_api.upstream import Broken, Failure
+
+if TYPE_CHECKING:
+    from frontend_api.exchange import Exchange
+
+MAX_REPLY = 256 << 20
+"""Bytes of a reply that is not streamed."""
+_STREAM_HEADERS = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
+
+
+class PrefillLeg:
+    """Collects a prefill engine's reply; nothing of it reaches the client but its errors."""
+
+    __slots__ = ("_began_at", "_exchange", "_parts", "_size", "_status")
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._status = 0
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._began_at = perf_counter()
+
+    def sending(self) -> None:
+        self._exchange.account.sending()
+
+    def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self._status = status
+
+    def body(self, data: bytes, last: bool) -> None:
+        self._parts.append(data)
+        self._size += len(data)
+        if self._size > MAX_REPLY:
+            _too_long(self._exchange)
+
+    def ended(self) -> None:
+        body = b"".join(self._parts)
+        exchange = self._exchange
+        exchange.account.prefill_seconds = perf_counter() - self._began_at
+        if self._status == 200:
+            exchange.advance(flow.Prefilled(openai.read_params(body), monotonic()))
+        else:
+            exchange.advance(flow.Replied(self._status, body))
+
+    def failed(self, failure: Failure) -> None:
+        self._exchange.advance(flow.Lost(failure.kind, failure.sent))
+
+    def crashed(self) -> None:
+        self._exchange.crashed()
+
+
+class AnswerLeg:
+    """Relays the answering engine's reply: a stream as it comes, anything else once it is whole."""
+
+    __slots__ = ("_exchange", "_headers", "_parts", "_size", "_status", "_whole")
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._status = 0
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._whole = False
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def sending(self) -> None:
+        self._exchange.account.sending()
+
+    def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self._status = status
+        self._headers = headers
+        if status == 200:
+            for name, value in headers:
+                if name == b"content-type" and value.startswith(b"text/event-stream"):
+                    exchange = self._exchange
+                    exchange.account.reader = EventReader(exchange.endpoint.shape, exchange.account.usage)
+
+    def body(self, data: bytes, last: bool) -> None:
+        exchange = self._exchange
+        reader = exchange.account.reader
+        if reader is None:
+            self._parts.append(data)
+            self._size += len(data)
+            if self._size > MAX_REPLY:
+                _too_long(exchange)
+            return
+        try:
+            events = reader.feed(data)
+        except EventTooLong:
+            _too_long(exchange)
+            return
+        last = last and (reader.done or reader.failed)
+        if not events and not last:
+            return
+        if not exchange.account.streamed:
+            if reader.failed and not reader.texts:  # the client has no byte yet: it gets a plain error
+                self._status, body = openai.event_error(events)
+                exchange.account.reader = None
+                if exchange.leg is not None:
+                    exchange.leg.cancel()
+                exchange.advance(flow.Replied(self._status, body))
+                return
+            if reader.empty:
+                self._status = 502
+                exchange.account.reader = None
+                if exchange.leg is not None:
+                    exchange.leg.cancel()
+                problem = Problem(502, "empty_answer", "The engine ended its answer without a single token.")
+                exchange.advance(flow.Replied(502, openai.error_body(problem)))
+                return
+            exchange.connection.begin(200, exchange.answer_headers(self._headers) + _STREAM_HEADERS)
+            exchange.account.streamed = True
+            exchange.advance(flow.Began())
+        self._whole = last
+        exchange.relay(events, last)
+
+    def ended(self) -> None:
+        exchange = self._exchange
+        reader = exchange.account.reader
+        if reader is None:
+            body = b"".join(self._parts)
+            if self._status >= 300:
+                exchange.advance(flow.Replied(self._status, body))
+                return
+            body = openai.read_reply(body, exchange.account.usage)
+            exchange.connection.reply(self._status, exchange.answer_headers(self._headers), body)
+            exchange.advance(flow.Began(whole=True))
+        elif not exchange.account.streamed:
+            exchange.account.reader = None
+            exchange.advance(flow.Lost(Broken.RESET, True))
+        elif reader.done or reader.failed:
+            if not self._whole:
+                exchange.connection.send(b"", last=True)
+            exchange.advance(flow.Ended())
+        else:
+            self._break_off("The engine ended the stream before the answer was whole.")
+
+    def failed(self, failure: Failure) -> None:
+        exchange = self._exchange
+        if not exchange.account.streamed:
+            exchange.account.reader = None
+            exchange.advance(flow.Lost(failure.kind, failure.sent))
+        elif failure.kind is Broken.SILENT:
+            self._break_off("The engine fell silent in the middle of the answer.")
+        else:
+            self._break_off("The connection to the engine broke in the middle of the answer.")
+
+    def crashed(self) -> None:
+        self._exchange.crashed()
+
+    def _break_off(self, message: str) -> None:
+        exchange = self._exchange
+        exchange.account.truncated = True
+        shape = exchange.endpoint.shape
+        exchange.connection.send(openai.error_event(Problem(502, "stream_truncated", message), shape), last=True)
+        exchange.advance(flow.Ended())
+
+
+def _too_long(exchange: Exchange) -> None:
+    if exchange.leg is not None:
+        exchange.leg.give_up(Broken.PROTOCOL)
