@@ -17,6 +17,8 @@ class Account:
     """Times and counts of one request. Times are `perf_counter` seconds; 0: has not happened."""
 
     __slots__ = (
+        "began_at",
+        "chosen_at",
         "first_text_at",
         "last_text_at",
         "longest_gap",
@@ -25,12 +27,16 @@ class Account:
         "received_at",
         "sent_at",
         "streamed",
+        "tokenised_at",
         "truncated",
         "usage",
     )
 
     def __init__(self, received_at: float) -> None:
         self.received_at = received_at
+        self.began_at = perf_counter()
+        """Key, model and fields are known."""
+        self.tokenised_at = self.chosen_at = 0.0
         self.sent_at = self.first_text_at = self.last_text_at = self.longest_gap = 0.0
         self.prefill_seconds: float | None = None
         self.usage = Usage()
@@ -39,6 +45,15 @@ class Account:
         self.streamed = False
         """The client has the beginning of a stream."""
         self.truncated = False
+
+    def tokenised(self) -> None:
+        """Its tokens are known, or never will be."""
+        self.tokenised_at = perf_counter()
+
+    def chosen(self) -> None:
+        """The first leg has its engine."""
+        if not self.chosen_at:
+            self.chosen_at = perf_counter()
 
     def sending(self) -> None:
         """The first byte for an engine leaves now."""
@@ -60,6 +75,17 @@ class Account:
     def overhead_us(self) -> float:
         """The router's own time before the first byte to an engine, in microseconds."""
         return (self.sent_at - self.received_at) * 1e6 if self.sent_at else 0.0
+
+    def stages(self) -> dict[str, float]:
+        """The parts of `overhead_us`; empty: no engine was asked."""
+        if not self.sent_at:
+            return {}
+        return {
+            "read": (self.began_at - self.received_at) * 1e6,
+            "tokenise": (self.tokenised_at - self.began_at) * 1e6,
+            "choose": (self.chosen_at - self.tokenised_at) * 1e6,
+            "send": (self.sent_at - self.chosen_at) * 1e6,
+        }
 
     def result(self, endpoint: Endpoint) -> Result:
         """What an answer with status 200 was worth: without a token it is a failure."""

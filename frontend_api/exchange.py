@@ -98,6 +98,7 @@ class Exchange:
 
     def _route(self, tokens: array[int] | None) -> None:
         """Begin the flow. `tokens`: of the prompt; None: not known."""
+        self.account.tokenised()
         if tokens is not None and self._cache is not None:
             self._prompt = self._cache.prompt(tokens, self._ask.salt)
         self._flow = flow.serve(self._deployment, self._ask.alone, self._trace, monotonic, self._prompt)
@@ -119,6 +120,7 @@ class Exchange:
 
     def _start(self, step: flow.Prefill | flow.Decode) -> None:
         self.leg = None
+        self.account.chosen()
         pool = self.router.upstreams.pool(step.engine)
         body = self.request.body
         if isinstance(step, flow.Prefill):
@@ -225,5 +227,6 @@ class Exchange:
                 self._trace,
                 status,
                 result,
-            )
+            ),
+            self.account.stages(),
         )

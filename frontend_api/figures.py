@@ -1,69 +1,157 @@
-"""Counters, gauges and histograms as plain data: added up over processes, written in Prometheus' text format. Pure."""
+"""Counters, gauges and histograms as plain data: added up over processes, written in Prometheus' text format. Pure.
+
+Each metric is declared once, with its labels and its sentence. What every process counts for itself is added up; what every
+process sees alike (the engines' events) is told once, by the process that saw the most.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from itertools import accumulate
+from typing import NamedTuple
 
 from msgspec import Struct
 
 Labels = tuple[str, ...]
 """Values in the order of the metric's label names."""
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-MICROSECONDS = (20.0, 40.0, 60.0, 100.0, 150.0, 250.0, 500.0, 1_000.0, 2_500.0, 10_000.0, 100_000.0)
+WAITS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+"""Seconds up to the router's own limit of an engine's silence: beyond the last bound nothing is to be expected."""
+STEPS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
+         60.0, 120.0, 300.0)  # fmt: skip
+"""Seconds between tokens, up to the router's limit of a silence inside a stream."""
+MICROSECONDS = (
+    5.0,
+    10.0,
+    20.0,
+    40.0,
+    60.0,
+    100.0,
+    150.0,
+    250.0,
+    500.0,
+    1_000.0,
+    2_500.0,
+    10_000.0,
+    100_000.0,
+    1_000_000.0,
+)
 
-COUNTERS: dict[str, tuple[str, ...]] = {
-    "requests_total": ("deployment", "endpoint", "result"),
-    "decisions_total": ("deployment", "reason"),
-    "fallbacks_total": ("deployment", "cause"),
-    "tokens_total": ("deployment", "kind"),
-    "kv_events_total": ("deployment", "kind"),
-    "refused_total": ("status",),
-    "records_written_total": (),
-    "records_dropped_total": (),
+
+class Metric(NamedTuple):
+    labels: tuple[str, ...]
+    help: str
+    alike: bool = False
+    """Every process sees the same: the largest value is told, not the sum."""
+
+
+class Spread(NamedTuple):
+    """A histogram."""
+
+    labels: tuple[str, ...]
+    bounds: tuple[float, ...]
+    help: str
+
+
+COUNTERS: dict[str, Metric] = {
+    "requests_total": Metric(
+        ("deployment", "endpoint", "result"),
+        "Requests that ended, each once. result: ok, refused (4xx), failed, truncated (broke after its first byte), "
+        "aborted (the client left first). Without deployment: no such model.",
+    ),
+    "streams_total": Metric(
+        ("deployment", "result"),
+        "Of requests_total, those whose client got the beginning of a stream: what ttft_seconds counts, and those without a word.",
+    ),
+    "decisions_total": Metric(
+        ("deployment", "reason"), "Routing choices by the reason of the last one of each request."
+    ),
+    "fallbacks_total": Metric(
+        ("deployment", "cause"), "Requests that should have been disaggregated and were not, by cause."
+    ),
+    "tokens_total": Metric(
+        ("deployment", "kind"),
+        "Tokens. prompt, output, cached: as the engines report them; overlap: of the prompt, what the router expected its "
+        "engine to have already.",
+    ),
+    "kv_events_total": Metric(
+        ("deployment", "kind"),
+        "KV events as the best informed process saw them: batches, gaps, replays, restarts; blocks stored, removed, cleared, "
+        "evicted by the router's own limit; and blocks left out, by cause.",
+        alike=True,
+    ),
+    "token_checks_total": Metric(
+        ("deployment", "outcome"),
+        "Comparisons of the router's token ids with an engine's /tokenize: same, mismatch, unanswered.",
+    ),
+    "refused_total": Metric(("status",), "Requests refused before a model was looked up: keys, grammar, sizes, paths."),
+    "records_written_total": Metric((), "Request records that Redis took."),
+    "records_dropped_total": Metric((), "Request records that were lost because Redis is away or slow."),
 }
-"""Name (without `tandem_router_`) -> label names."""
-GAUGES: dict[str, tuple[str, ...]] = {
-    "in_flight": ("engine", "role"),
-    "engine_down": ("engine",),
-    "kv_state": ("deployment", "state"),
-    "kv_trouble": ("deployment", "engine", "why"),
-    "kv_blocks": ("deployment",),
-    "kv_entries": ("deployment",),
-    "snapshot_version": ("process",),
-    "client_connections": (),
-    "upstream_connections": (),
-    "records_waiting": (),
+"""By name without `tandem_router_`."""
+GAUGES: dict[str, Metric] = {
+    "in_flight": Metric(
+        ("engine", "role"), "Requests now at an engine; at a prefill engine until decode's first byte."
+    ),
+    "engine_down": Metric(("engine",), "1: the last connection to the engine failed.", alike=True),
+    "kv_state": Metric(
+        ("deployment", "state"),
+        "1: how exact cache-aware routing is: exact, approximate, degraded or blind.",
+        alike=True,
+    ),
+    "kv_trouble": Metric(("deployment", "engine", "why"), "1: why it is not exact; engine *: for all.", alike=True),
+    "kv_blocks": Metric(("deployment",), "Different KV blocks in the index.", alike=True),
+    "kv_entries": Metric(("deployment",), "(engine, block) entries in the index: what its limit bounds.", alike=True),
+    "snapshot_version": Metric(("process",), "Version of the fleet snapshot in force."),
+    "client_connections": Metric((), "Open connections of clients."),
+    "upstream_connections": Metric((), "Open connections to engines."),
+    "records_waiting": Metric((), "Request records that wait for Redis."),
 }
-HISTOGRAMS: dict[str, tuple[float, ...]] = {
-    "ttft_seconds": SECONDS,
-    "itl_seconds": SECONDS,
-    "longest_gap_seconds": SECONDS,
-    "e2e_seconds": SECONDS,
-    "prefill_seconds": SECONDS,
-    "overhead_microseconds": MICROSECONDS,
+HISTOGRAMS: dict[str, Spread] = {
+    "ttft_seconds": Spread(
+        ("deployment",),
+        WAITS,
+        "From the whole request to the first event with text that is relayed. Streams with a first word, however they ended.",
+    ),
+    "itl_seconds": Spread(
+        ("deployment",), STEPS, "Mean time between tokens of one stream; one value per stream of two tokens or more."
+    ),
+    "longest_gap_seconds": Spread(
+        ("deployment",), STEPS, "Longest time between two events with text of one stream; one value per stream."
+    ),
+    "e2e_seconds": Spread(
+        ("deployment",), WAITS, "From the whole request to the end of its answer, if an engine was asked."
+    ),
+    "prefill_seconds": Spread(("deployment",), WAITS, "The prefill leg, from its start to its reply."),
+    "overhead_microseconds": Spread(
+        ("stage",),
+        MICROSECONDS,
+        "The router's own time before the first byte to an engine. read: key, model, fields; tokenise; choose; send: body, "
+        "connection; all: their sum.",
+    ),
 }
-"""Name -> upper bounds of the buckets."""
 
 
 class Histogram(Struct):
-    bounds: tuple[float, ...]
     counts: list[int]
+    """Per bucket, the last one without a bound."""
     total: float = 0.0
 
-    def add(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
+    def add(self, bounds: tuple[float, ...], value: float) -> None:
+        self.counts[bisect_left(bounds, value)] += 1
         self.total += value
+
+
+Series = dict[Labels, Histogram]
 
 
 class Figures(Struct):
     """Everything one router process counts. Counters and histograms outlive a restart of the process; gauges do not."""
 
     counters: dict[str, dict[Labels, int]]
-    histograms: dict[str, Histogram]
+    histograms: dict[str, Series]
     gauges: dict[str, dict[Labels, int]]
 
 
@@ -75,23 +163,43 @@ def gauges() -> dict[str, Counter[Labels]]:
     return {name: Counter() for name in GAUGES}
 
 
-def histograms() -> dict[str, Histogram]:
-    return {name: Histogram(bounds, [0] * (len(bounds) + 1)) for name, bounds in HISTOGRAMS.items()}
+def histograms() -> dict[str, Series]:
+    return {name: {} for name in HISTOGRAMS}
+
+
+def observe(series: Series, bounds: tuple[float, ...], labels: Labels, value: float) -> None:
+    """Count a value in the histogram of these labels."""
+    found = series.get(labels)
+    if found is None:
+        found = series[labels] = Histogram([0] * (len(bounds) + 1))
+    found.add(bounds, value)
 
 
 def added(parts: Iterable[Figures]) -> Figures:
-    """The sum of several processes' figures."""
+    """Several processes' figures as one's."""
     counts, levels, spreads = counters(), gauges(), histograms()
     for part in parts:
-        for name, counter in part.counters.items():
-            counts[name].update(counter)
-        for name, gauge in part.gauges.items():
-            levels[name].update(gauge)
-        for name, histogram in part.histograms.items():
+        _merge(COUNTERS, counts, part.counters)
+        _merge(GAUGES, levels, part.gauges)
+        for name, series in part.histograms.items():
             into = spreads[name]
-            into.counts = [a + b for a, b in zip(into.counts, histogram.counts, strict=True)]
-            into.total += histogram.total
+            for labels, histogram in series.items():
+                sum_ = into.setdefault(labels, Histogram([0] * len(histogram.counts)))
+                sum_.counts = [a + b for a, b in zip(sum_.counts, histogram.counts, strict=True)]
+                sum_.total += histogram.total
     return Figures({**counts}, spreads, {**levels})
+
+
+def _merge(
+    metrics: Mapping[str, Metric], into: Mapping[str, Counter[Labels]], part: Mapping[str, Mapping[Labels, int]]
+) -> None:
+    for name, values in part.items():
+        sums = into[name]
+        if metrics[name].alike:
+            for key, value in values.items():
+                sums[key] = max(value, sums[key])
+        else:
+            sums.update(values)
 
 
 def text(figures: Figures) -> bytes:
@@ -100,25 +208,31 @@ def text(figures: Figures) -> bytes:
 
 
 def _lines(figures: Figures) -> Iterator[str]:
-    for name, labels in COUNTERS.items():
-        yield from _series(name, "counter", labels, figures.counters[name])
-    for name, labels in GAUGES.items():
-        yield from _series(name, "gauge", labels, figures.gauges[name])
-    for name, histogram in figures.histograms.items():
-        whole = f"tandem_router_{name}"
-        yield f"# TYPE {whole} histogram"
-        for bound, count in zip((*map(str, histogram.bounds), "+Inf"), accumulate(histogram.counts), strict=True):
-            yield f'{whole}_bucket{{le="{bound}"}} {count}'
-        yield f"{whole}_sum {histogram.total:.9g}"
-        yield f"{whole}_count {sum(histogram.counts)}"
+    for kind, metrics, values in (("counter", COUNTERS, figures.counters), ("gauge", GAUGES, figures.gauges)):
+        for name, metric in metrics.items():
+            whole = yield from _head(name, kind, metric.help)
+            for key, value in values[name].items() if metric.labels else [((), values[name].get((), 0))]:
+                yield f"{whole}{_braced(metric.labels, key)} {value}"
+    for name, spread in HISTOGRAMS.items():
+        whole = yield from _head(name, "histogram", spread.help)
+        bounds = (*map(str, spread.bounds), "+Inf")
+        for key, histogram in figures.histograms[name].items():
+            for bound, count in zip(bounds, accumulate(histogram.counts), strict=True):
+                yield f"{whole}_bucket{_braced((*spread.labels, 'le'), (*key, bound))} {count}"
+            yield f"{whole}_sum{_braced(spread.labels, key)} {histogram.total:.9g}"
+            yield f"{whole}_count{_braced(spread.labels, key)} {sum(histogram.counts)}"
 
 
-def _series(name: str, kind: str, labels: tuple[str, ...], values: Mapping[Labels, int]) -> Iterator[str]:
+def _head(name: str, kind: str, help: str) -> Generator[str, None, str]:
     whole = f"tandem_router_{name}"
+    yield f"# HELP {whole} {help}"
     yield f"# TYPE {whole} {kind}"
-    for key, value in values.items():
-        inner = ",".join(f'{label}="{_escaped(part)}"' for label, part in zip(labels, key, strict=True))
-        yield f"{whole}{{{inner}}} {value}" if inner else f"{whole} {value}"
+    return whole
+
+
+def _braced(labels: tuple[str, ...], key: Labels) -> str:
+    inner = ",".join(f'{label}="{_escaped(part)}"' for label, part in zip(labels, key, strict=True))
+    return f"{{{inner}}}" if inner else ""
 
 
 def _escaped(value: str) -> str:

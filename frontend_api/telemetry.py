@@ -6,17 +6,21 @@ Nothing here ever makes a request wait: records go into a bounded queue, and wha
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Mapping
 
 from controlplane.fleet.wire import CacheState, RequestRecord, RouterStatus, encode
 from frontend_api import figures
-from frontend_api.evidence import Evidence
-from frontend_api.figures import Figures
+from frontend_api.evidence import Cache, Evidence
+from frontend_api.figures import MICROSECONDS, STEPS, WAITS, Figures, observe
 from frontend_api.shared import Slots
 from frontend_api.view import Health, View
 
 QUEUE = 20_000
 """Records that may wait for Redis."""
 BATCH = 1_000
+_NO_STAGES: Mapping[str, float] = {}
+_NOTHING: Counter[str] = Counter()
+_ALL = ("all",)
 
 
 class Telemetry:
@@ -50,10 +54,12 @@ class Telemetry:
         self._fallbacks = counters["fallbacks_total"]
         self._tokens = counters["tokens_total"]
         self._kv_events = counters["kv_events_total"]
-        self._kv_seen: dict[str, Counter[str]] = {}
+        self._kv_seen: dict[str, tuple[Cache, Counter[str]]] = {}
         self._refused = counters["refused_total"]
+        self._token_checks = counters["token_checks_total"]
         self._written = counters["records_written_total"]
         self._dropped = counters["records_dropped_total"]
+        self._streams = counters["streams_total"]
         self._ttft = histograms["ttft_seconds"]
         self._itl = histograms["itl_seconds"]
         self._gap = histograms["longest_gap_seconds"]
@@ -61,8 +67,8 @@ class Telemetry:
         self._prefill = histograms["prefill_seconds"]
         self._overhead = histograms["overhead_microseconds"]
 
-    def record(self, record: RequestRecord) -> None:
-        """Count one finished request and queue its record."""
+    def record(self, record: RequestRecord, stages: Mapping[str, float] = _NO_STAGES) -> None:
+        """Count one finished request and queue its record. `stages`: of `overhead_us`, in microseconds."""
         deployment = record.deployment
         self._requests[deployment, record.endpoint, record.result] += 1
         self._results[record.result] += 1
@@ -78,17 +84,22 @@ class Telemetry:
             self._tokens[deployment, "cached"] += record.cached_tokens
         if record.overlap_tokens:
             self._tokens[deployment, "overlap"] += record.overlap_tokens
+        if record.stream:
+            self._streams[deployment, record.result] += 1
+        labels = (deployment,)
         if record.ttft is not None:
-            self._ttft.add(record.ttft)
-        if record.itl_mean is not None:
-            self._itl.add(record.itl_mean)
-        if record.longest_gap is not None:
-            self._gap.add(record.longest_gap)
+            observe(self._ttft, WAITS, labels, record.ttft)
+            if record.itl_mean is not None:
+                observe(self._itl, STEPS, labels, record.itl_mean)
+            if record.longest_gap is not None:
+                observe(self._gap, STEPS, labels, record.longest_gap)
         if record.prefill_seconds is not None:
-            self._prefill.add(record.prefill_seconds)
+            observe(self._prefill, WAITS, labels, record.prefill_seconds)
         if record.overhead_us:
-            self._overhead.add(record.overhead_us)
-            self._e2e.add(record.e2e)
+            observe(self._e2e, WAITS, labels, record.e2e)
+            observe(self._overhead, MICROSECONDS, _ALL, record.overhead_us)
+            for stage, microseconds in stages.items():
+                observe(self._overhead, MICROSECONDS, (stage,), microseconds)
         if not self._keep_records:
             return
         if len(self._queue) >= QUEUE:
@@ -99,6 +110,10 @@ class Telemetry:
     def count_refused(self, status: int) -> None:
         """Count a request that got no further than the door."""
         self._refused[str(status),] += 1
+
+    def count_token_check(self, deployment: str, outcome: str) -> None:
+        """Count one comparison of token ids with an engine's."""
+        self._token_checks[deployment, outcome] += 1
 
     # ---- to Redis
 
@@ -152,15 +167,32 @@ class Telemetry:
             gauges["kv_blocks"][name,] = len(cache.index)
             gauges["kv_entries"][name,] = cache.index.entries
             counts = cache.counts()
-            for kind, more in (counts - self._kv_seen.get(name, Counter())).items():
+            before, seen = self._kv_seen.get(name, (cache, _NOTHING))
+            for kind, more in (counts - (seen if before is cache else _NOTHING)).items():
                 self._kv_events[name, kind] += more
-            self._kv_seen[name] = counts
+            self._kv_seen[name] = cache, counts
+        if view.version >= 0:  # before, nobody knows who is there
+            self._forget_others({deployment.name for deployment in view.deployments.values()})
         gauges["snapshot_version"][str(self._index),] = view.version
         gauges["client_connections"][()] = clients
         gauges["upstream_connections"][()] = upstream
         gauges["records_waiting"][()] = len(self._queue)
         if self._slots is not None:
             self._slots.write(self._index, self._figures)
+
+    def _forget_others(self, deployments: set[str]) -> None:
+        """Drop the series of deployments that are gone."""
+        present = deployments | {""}
+        for kinds, every in (
+            (figures.COUNTERS, self._figures.counters),
+            (figures.HISTOGRAMS, self._figures.histograms),
+        ):
+            for name, series in every.items():
+                if kinds[name].labels[:1] == ("deployment",):
+                    for labels in [labels for labels in series if labels[0] not in present]:
+                        del series[labels]
+        for name in self._kv_seen.keys() - present:
+            del self._kv_seen[name]
 
     def text(self, view: View, evidence: Evidence, *, clients: int, upstream: int) -> bytes:
         """The figures of all processes behind the port; the others' are up to a second old."""

@@ -51,8 +51,8 @@ class Keeper(Telemetry):
         super().__init__("test", 0.0)
         self.records: list[RequestRecord] = []
 
-    def record(self, record: RequestRecord) -> None:
-        super().record(record)
+    def record(self, record: RequestRecord, *stages: Any) -> None:
+        super().record(record, *stages)
         self.records.append(record)
 
 
