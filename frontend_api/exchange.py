@@ -128,8 +128,7 @@ class Exchange:
             body = openai.prefill_body(self.endpoint, body)
         else:
             receiver = AnswerLeg(self)
-            if step.params is not None:
-                body = openai.decode_body(body, step.params)
+            body = openai.answer_body(body, self._ask.metering, step.params)
         self.leg = pool.start(receiver, self._target, self._headers, body, fresh=step.fresh)
 
     def crashed(self) -> None:
@@ -143,6 +142,11 @@ class Exchange:
             self._end(200, Result.TRUNCATED)
         else:
             self._finish(problem)
+
+    @property
+    def metered(self) -> bool:
+        """Whether the router asks for the stream's counts and the client did not."""
+        return bool(self._ask.metering)
 
     # ---- the client's connection
 

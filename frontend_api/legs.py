@@ -85,7 +85,8 @@ class AnswerLeg:
             for name, value in headers:
                 if name == b"content-type" and value.startswith(b"text/event-stream"):
                     exchange = self._exchange
-                    exchange.account.reader = EventReader(exchange.endpoint.shape, exchange.account.usage)
+                    account = exchange.account
+                    account.reader = EventReader(exchange.endpoint.shape, account.usage, unasked=exchange.metered)
 
     def body(self, data: bytes, last: bool) -> None:
         exchange = self._exchange
@@ -162,9 +163,11 @@ class AnswerLeg:
 
     def _break_off(self, message: str) -> None:
         exchange = self._exchange
-        exchange.account.truncated = True
-        shape = exchange.endpoint.shape
-        exchange.connection.send(openai.error_event(Problem(502, "stream_truncated", message), shape), last=True)
+        account = exchange.account
+        account.truncated = True
+        rest = account.reader.waiting() if account.reader is not None else b""
+        event = openai.error_event(Problem(502, "stream_truncated", message), exchange.endpoint.shape)
+        exchange.connection.send(rest + event, last=True)
         exchange.advance(flow.Ended())
 
 

@@ -6,6 +6,7 @@ that the engine can judge better; it refuses only what is the router's own (`OWN
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -54,17 +55,27 @@ ENDPOINTS = {
 }
 
 
+_ABSENT = Raw(b"")
+
+
 class _Fields(Struct):
     model: str | None = None
     n: Any = None
     best_of: Any = None
     use_beam_search: Any = None
-    prompt: Raw = Raw(b"")
+    prompt: Raw = _ABSENT
     prompt_embeds: Any = None
     prompt_logprobs: Any = None
     echo: Any = None
     background: Any = None
     cache_salt: Any = None
+    previous_response_id: Any = None
+    stream: Raw = _ABSENT
+    stream_options: Raw = _ABSENT
+    max_tokens: Raw = _ABSENT
+    max_completion_tokens: Raw = _ABSENT
+    max_output_tokens: Raw = _ABSENT
+    min_tokens: Raw = _ABSENT
     vllm_xargs: Any = None
     kv_transfer_params: Any = UNSET
     ec_transfer_params: Any = UNSET
@@ -85,6 +96,9 @@ class Ask(NamedTuple):
     """Why it must go to one engine; None: it may be disaggregated."""
     salt: str | None = None
     """Separates its KV from that of others."""
+    metering: bytes = b""
+    """What the answering engine's body gets besides, so that the stream ends with its counts; empty: the client asked for
+    them itself, or the endpoint has them anyway, or gives none."""
 
 
 def read_request(endpoint: Endpoint, body: bytes) -> Ask:
@@ -111,7 +125,12 @@ def read_request(endpoint: Endpoint, body: bytes) -> Ask:
     if not fields.model and endpoint.path != "/tokenize":
         raise InvalidInput("model: name the model", field="model")
     salt = fields.cache_salt
-    return Ask(fields.model or "", _alone(endpoint, fields), salt if isinstance(salt, str) else None)
+    return Ask(
+        fields.model or "",
+        _alone(endpoint, fields),
+        salt if isinstance(salt, str) else None,
+        _metering(fields) if endpoint.shape in _COUNTS_IF_ASKED and bytes(fields.stream) == b"true" else b"",
+    )
 
 
 def _check_owned(fields: _Fields) -> None:
@@ -132,6 +151,10 @@ def _alone(endpoint: Endpoint, fields: _Fields) -> Reason | None:
         return Reason.PROMPT_LOGPROBS
     if fields.background not in (None, False):
         return Reason.BACKGROUND
+    if fields.previous_response_id is not None:
+        return Reason.STORED_RESPONSE
+    if not _is_plain(endpoint, fields):
+        return Reason.UNUSUAL_LIMITS
     if endpoint.shape is Shape.TEXT:
         if fields.prompt_embeds is not None:
             return Reason.EMBEDDED_PROMPT
@@ -150,11 +173,59 @@ def _is_one(value: Any) -> bool:
     return value is None or (type(value) is int and value == 1)
 
 
+_COUNTS_IF_ASKED = (Shape.CHAT, Shape.TEXT)
+"""Where a stream gives its counts only on request. The other endpoints refuse the field that asks for them."""
+_PLAIN_SWITCH = frozenset((b"", b"null", b"false", b"true"))
+_ASK_COUNTS = b',"stream_options":{"include_usage":true}'
+
+
+def _metering(fields: _Fields) -> bytes:
+    """The field that asks for a stream's counts, where the client did not. What it gave besides is kept."""
+    given = bytes(fields.stream_options)
+    if given in (b"", b"null"):
+        return _ASK_COUNTS
+    try:
+        options = _object.decode(given)
+    except msgspec.MsgspecError:  # the engine's to refuse
+        return b""
+    if bytes(options.get("include_usage", _ABSENT)) not in (b"", b"null", b"false"):
+        return b""
+    if bytes(options.pop("continuous_usage_stats", _ABSENT)) not in _PLAIN_SWITCH:
+        return b""  # without counts it says nothing; with them every chunk would have some
+    options["include_usage"] = _TRUE
+    return b',"stream_options":%b' % _encode(options)
+
+
+def _is_plain(endpoint: Endpoint, fields: _Fields) -> bool:
+    """Whether the fields that the prefill leg leaves out or replaces are of the kind that every engine takes. The prefill
+    engine would not see that one of them is wrong, and the KV would be kept for a request that is then refused."""
+    stream, options = bytes(fields.stream), bytes(fields.stream_options)
+    if stream not in _PLAIN_SWITCH or (options not in (b"", b"null") and (stream != b"true" or options[:1] != b"{")):
+        return False
+    least = bytes(fields.min_tokens)
+    if least and not least.isdigit():
+        return False
+    if endpoint.shape is Shape.RESPONSES:
+        return _is_limit(fields.max_output_tokens)
+    if endpoint.shape is Shape.MESSAGES and bytes(fields.max_tokens) in _NO_LIMIT:  # there it must be given
+        return False
+    return _is_limit(fields.max_tokens) and _is_limit(fields.max_completion_tokens)
+
+
+_NO_LIMIT = (b"", b"null")
+
+
+def _is_limit(value: Raw) -> bool:
+    text = bytes(value)
+    return text in _NO_LIMIT or (text.isdigit() and text != b"0")
+
+
 _ASK_PREFILL = Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,'
     b'"remote_host":null,"remote_port":null}'
 )
 _ONE = Raw(b"1")
+_TRUE = Raw(b"true")
 _FALSE = Raw(b"false")
 
 
@@ -174,9 +245,11 @@ def prefill_body(endpoint: Endpoint, body: bytes) -> bytes:
     return _encode(fields)
 
 
-def decode_body(body: bytes, params: bytes) -> bytes:
-    """The client's own bytes with the params as the last field: of two equal names the last one counts."""
-    return b'%b,"kv_transfer_params":%b}' % (body[: body.rindex(b"}")], params)
+def answer_body(body: bytes, metering: bytes, params: bytes | None) -> bytes:
+    """The client's own bytes with the router's fields as the last ones: of two equal names the last one counts."""
+    if params is not None:
+        return b'%b%b,"kv_transfer_params":%b}' % (body[: body.rindex(b"}")], metering, params)
+    return b"%b%b}" % (body[: body.rindex(b"}")], metering) if metering else body
 
 
 class _PrefillReply(Struct):
@@ -224,29 +297,35 @@ def _count(counts: dict[str, Any], name: str, other: str, before: int | None) ->
 
 class _Reply(Struct):
     usage: Any = None
-    kv_transfer_params: Any = UNSET
-    ec_transfer_params: Any = UNSET
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
 
 
 _reply = msgspec.json.Decoder(_Reply)
 
 
 def read_reply(body: bytes, usage: Usage) -> bytes:
-    """A whole JSON reply, its counts read, as the client may see it: without the router's own fields."""
+    """A whole JSON reply, its counts read, as the client may see it: without the router's own fields. That they are null
+    tells nothing: then not a byte is changed."""
     try:
         reply = _reply.decode(body)
     except msgspec.MsgspecError:
         return body
     usage.add(reply.usage)
-    if reply.kv_transfer_params is UNSET and reply.ec_transfer_params is UNSET:
+    if reply.kv_transfer_params is None and reply.ec_transfer_params is None:
         return body
     return without_owned(body)
 
 
 def without_owned(body: bytes) -> bytes:
-    """A JSON object without the router's own fields; the rest byte for byte."""
+    """A JSON object without the router's own fields."""
+    return without(body, OWNED_FIELDS)
+
+
+def without(body: bytes, names: Iterable[str]) -> bytes:
+    """A JSON object without these fields; every other value byte for byte."""
     fields = _object.decode(body)
-    for name in OWNED_FIELDS:
+    for name in names:
         fields.pop(name, None)
     return _encode(fields)
 

@@ -1,7 +1,8 @@
 """Follows a server-sent event stream while it is relayed: text, counts, errors and its end are noticed. Pure.
 
 Bytes are relayed untouched, save that an event is held until it is complete (so that an error event of the router's own
-never lands in the middle of another) and that the router's own fields are taken out. Only events with a mark are read.
+never lands in the middle of another), that the router's own fields are taken out, and that counts which only the router asked
+for stay with it. Only events with a mark are read.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw, Struct
 
-from frontend_api.openai import OWNED_FIELDS, Shape, Usage, without_owned
+from frontend_api.openai import OWNED_FIELDS, Shape, Usage, without, without_owned
 
 MAX_EVENT = 16 << 20
 """Bytes of one event; a stream with a longer one is broken."""
@@ -31,12 +32,14 @@ _BLANK_LINE = re.compile(rb"(\r?\n\r?\n)")
 
 class _Event(Struct):
     type: Any = None
-    usage: Any = None
+    choices: Any = None
+    usage: Any = UNSET
     error: Any = None
     message: Any = None
     response: Any = None
-    kv_transfer_params: Any = UNSET
-    ec_transfer_params: Any = UNSET
+    system_fingerprint: Raw = Raw(b"null")
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
 
 
 _event = msgspec.json.Decoder(_Event)
@@ -48,14 +51,21 @@ class EventTooLong(Exception):
 
 
 class EventReader:
-    """One stream. Feed it the body as it comes; relay what it returns."""
+    """One stream. Feed it the body as it comes; relay what it returns.
 
-    __slots__ = ("_end", "_held", "_mark", "done", "failed", "texts", "usage")
+    `unasked`: its counts were asked for by the router, not by the client, who gets the bytes that the engine would have sent
+    without: not the event of counts, and the engine's fingerprint, which vLLM moves there, back in the event that ends a
+    choice. That one waits for the counts, which follow at once.
+    """
 
-    def __init__(self, shape: Shape, usage: Usage) -> None:
+    __slots__ = ("_end", "_ending", "_held", "_mark", "_unasked", "done", "failed", "texts", "usage")
+
+    def __init__(self, shape: Shape, usage: Usage, *, unasked: bool = False) -> None:
         self._mark = _TEXT[shape]
         self._end = _ENDS.get(shape, b"[DONE]")
         self._held = b""
+        self._unasked = unasked
+        self._ending: list[bytes] = []
         self.usage = usage
         self.texts = 0
         """Events that carry text (a chat's first one carries only the role)."""
@@ -89,24 +99,32 @@ class EventReader:
             or b"[DONE]" in data
             or b"_transfer_params" in data
             or self._end in data
+            or (self._unasked and b'"finish_reason":"' in data)
         ):
             return self._inspect(data)
         return data
 
+    def waiting(self) -> bytes:
+        """Whole events that were kept back: what is left to relay of a stream that broke."""
+        events = b"".join(self._ending)
+        self._ending.clear()
+        return events
+
     def _inspect(self, data: bytes) -> bytes:
         parts = _BLANK_LINE.split(data)
-        parts[::2] = [self._read(event) if event else event for event in parts[::2]]
-        return b"".join(parts)
+        pairs = zip(parts[::2], parts[1::2], strict=False)  # after the last blank line there is nothing
+        return b"".join([self._read(event, end) if event else end for event, end in pairs])
 
-    def _read(self, event: bytes) -> bytes:
-        payload = b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
+    def _read(self, event: bytes, end: bytes) -> bytes:
+        """What there is to relay now. `end`: the blank line after the event."""
+        payload = _payload(event)
         if payload == b"[DONE]":
             self.done = True
-            return event
+            return self.waiting() + event + end
         try:
             fields = _event.decode(payload)
         except msgspec.MsgspecError:
-            return event
+            return event + end
         self.usage.add(fields.usage)
         for inner in (fields.message, fields.response):
             if isinstance(inner, dict):
@@ -115,13 +133,46 @@ class EventReader:
             self.done = True
         if fields.error is not None or fields.type in ("error", "response.failed"):
             self.failed = True
-        if fields.kv_transfer_params is not UNSET or fields.ec_transfer_params is not UNSET:
-            return _rebuilt(event, without_owned(payload))
-        if isinstance(fields.response, dict) and any(name in fields.response for name in OWNED_FIELDS):
+            return self.waiting() + event + end
+        if fields.kv_transfer_params is not None or fields.ec_transfer_params is not None:
+            event = _rebuilt(event, without_owned(payload))
+        elif isinstance(fields.response, dict) and any(fields.response.get(name) is not None for name in OWNED_FIELDS):
             outer = _object.decode(payload)
             outer["response"] = Raw(without_owned(bytes(outer["response"])))
-            return _rebuilt(event, msgspec.json.encode(outer))
+            event = _rebuilt(event, msgspec.json.encode(outer))
+        return self._as_unasked(event, end, fields) if self._unasked else event + end
+
+    def _as_unasked(self, event: bytes, end: bytes, fields: _Event) -> bytes:
+        if fields.choices == []:
+            if not isinstance(fields.usage, dict):
+                return event + end
+            self._ending = [_with_fingerprint(ending, bytes(fields.system_fingerprint)) for ending in self._ending]
+            return self.waiting()
+        if isinstance(fields.usage, dict):  # the engine gives counts whether asked or not
+            self._unasked = False
+            return self.waiting() + event + end
+        if fields.usage is None:
+            event = _rebuilt(event, without(_payload(event), ("usage",)))
+        if _ends_a_choice(fields.choices):
+            self._ending.append(event + end)
+            return b""
+        return event + end
+
+
+def _payload(event: bytes) -> bytes:
+    return b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
+
+
+def _ends_a_choice(choices: Any) -> bool:
+    return isinstance(choices, list) and any(isinstance(c, dict) and c.get("finish_reason") for c in choices)
+
+
+def _with_fingerprint(event: bytes, fingerprint: bytes) -> bytes:
+    """As vLLM writes it: the last field of the event that ends a choice."""
+    if fingerprint == b"null" or b'"system_fingerprint"' in event:
         return event
+    at = event.rindex(b"}")
+    return b'%b,"system_fingerprint":%b%b' % (event[:at], fingerprint, event[at:])
 
 
 def _rebuilt(event: bytes, payload: bytes) -> bytes:

@@ -51,7 +51,7 @@ async def test_two_legs(pair: Site, path: str, more: dict[str, Any]) -> None:
     assert first.body["unknown"] == second.body["unknown"] == {"kept": [1, None]}
     assert first.body["kv_transfer_params"]["do_remote_decode"] is True
     assert second.body == {**body, "kv_transfer_params": PARAMS}
-    assert "kv_transfer_params" not in reply.json
+    assert reply.json == chat_reply()
     assert "server" not in reply.headers
     assert first.headers["x-request-id"] == second.headers["x-request-id"] == reply.headers["x-request-id"]
     await pair.settled()
@@ -76,6 +76,7 @@ async def test_two_legs(pair: Site, path: str, more: dict[str, Any]) -> None:
         (CHAT, {"prompt_logprobs": 0}, "prompt-logprobs"),
         ("/v1/completions", {"prompt_embeds": "AAAA"}, "embedded-prompt"),
         ("/v1/responses", {"input": "a", "background": True}, "background"),
+        ("/v1/responses", {"input": "a", "previous_response_id": "resp_1"}, "stored-response"),
         ("/v1/embeddings", {"input": "a"}, "relayed"),
         ("/tokenize", {"prompt": "a"}, "relayed"),
     ],
@@ -88,24 +89,113 @@ async def test_one_leg_is_no_fallback(pair: Site, path: str, more: dict[str, Any
     assert (pair.record.reason, pair.record.fallback, pair.record.prefill) == (reason, False, None)
 
 
-async def test_prefill_leg_is_sanitised(pair: Site) -> None:
-    body = {
-        **PROMPT, "stream": True, "stream_options": {"include_usage": True}, "min_tokens": 5, "max_tokens": 50,
-        "max_completion_tokens": 60, "temperature": 0.5, "tools": [{"type": "function", "function": {"name": "f"}}],
-    }  # fmt: skip
-    await ask(pair.port, CHAT, body)
-    sent = pair.engines["p"].heard[0].body
-    assert (sent["max_tokens"], sent["max_completion_tokens"], sent["stream"]) == (1, 1, False)
-    assert "stream_options" not in sent
-    assert "min_tokens" not in sent
-    assert (sent["temperature"], sent["tools"]) == (0.5, body["tools"])
+ASKED = {"include_usage": True}
+DROPPED = {"stream_options": ASKED, "min_tokens": 5}
+KEPT = {
+    "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 7, "logprobs": True, "top_logprobs": 3, "n": 1,
+    "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required", "parallel_tool_calls": True,
+    "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}},
+    "stop": ["x"], "stop_token_ids": [9], "include_stop_str_in_output": True, "ignore_eos": True, "bad_words": ["b"],
+    "logit_bias": {"5": 1.5}, "presence_penalty": 0.1, "repetition_penalty": 1.1, "cache_salt": "s", "user": "u",
+    "priority": 0, "chat_template_kwargs": {"a": 1}, "metadata": {"k": "v"}, "an_unknown_field": [1, {"x": None}],
+}  # fmt: skip
+"""What decides an answer must decide the prefill's prompt in the same way; what is unknown may."""
 
 
-async def test_prefill_leg_of_responses(pair: Site) -> None:
-    await ask(pair.port, "/v1/responses", {"model": "m", "input": "hi", "max_output_tokens": 77})
+@pytest.mark.parametrize(
+    ("path", "changed", "same"),
+    [
+        (CHAT, {"max_tokens": 50, "max_completion_tokens": 60}, {}),
+        (CHAT, {"max_tokens": 50}, {"max_output_tokens": 70}),
+        (CHAT, {}, {}),
+        ("/v1/completions", {"max_tokens": 50}, {"prompt": "p"}),
+        ("/v1/messages", {"max_tokens": 50}, {"system": "s", "stop_sequences": ["x"]}),
+        ("/v1/responses", {"max_output_tokens": 70}, {"input": "i", "max_tokens": 50}),
+    ],
+)
+async def test_what_the_prefill_leg_drops_changes_and_keeps(
+    pair: Site, path: str, changed: dict[str, int], same: dict[str, Any]
+) -> None:
+    body = {**PROMPT, **KEPT, **DROPPED, **changed, **same, "stream": True}
+    await ask(pair.port, path, body)
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     sent = pair.engines["p"].heard[0].body
-    assert sent["max_output_tokens"] == 1
-    assert "max_tokens" not in sent
+    assert sent.pop("kv_transfer_params")["do_remote_decode"] is True
+    assert sent == {**PROMPT, **KEPT, **same, **dict.fromkeys({*changed, limit}, 1), "stream": False}
+    assert pair.engines["d"].heard[0].body == {**body, "kv_transfer_params": PARAMS}
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        *((CHAT, {"max_tokens": value}) for value in (-1, 0, 1.5, "9", True, [], {}, 1e3)),
+        (CHAT, {"max_tokens": 9, "max_completion_tokens": -1}),
+        *((CHAT, {"stream": value}) for value in ("yes", "false", 1, 0, [], {})),
+        (CHAT, {"stream_options": ASKED}),
+        (CHAT, {"stream": False, "stream_options": ASKED}),
+        *((CHAT, {"stream": True, "stream_options": value}) for value in (True, "x", [])),
+        *((CHAT, {"min_tokens": value}) for value in (-1, "5", None, 2.5)),
+        ("/v1/completions", {"prompt": "a", "max_tokens": "9"}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 0}),
+        *(("/v1/messages", more) for more in ({}, {"max_tokens": None}, {"max_tokens": 0})),
+    ],
+)
+async def test_what_decode_may_refuse_is_not_prefilled(pair: Site, path: str, more: dict[str, Any]) -> None:
+    """Prefill never sees these fields: KV would be kept for half a minute for a request that decode then refuses."""
+    await ask(pair.port, path, {**PROMPT, **more})
+    assert pair.engines["p"].heard == []
+    assert pair.engines["d"].heard[0].body == {**PROMPT, **more}
+    await pair.settled()
+    assert (pair.record.reason, pair.record.fallback) == ("unusual-limits", False)
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        (CHAT, {"max_tokens": None, "max_completion_tokens": None, "stream": None, "stream_options": None}),
+        (CHAT, {"max_tokens": 10**30, "min_tokens": 0, "max_output_tokens": "of another endpoint"}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": None, "max_tokens": "of another endpoint"}),
+        ("/v1/messages", {"max_tokens": 1}),
+    ],
+)
+async def test_what_every_engine_takes_is_prefilled(pair: Site, path: str, more: dict[str, Any]) -> None:
+    await ask(pair.port, path, {**PROMPT, **more})
+    await pair.settled()
+    assert pair.record.prefill == "p"
+
+
+COUNTS = {"stream_options": ASKED}
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "added"),
+    [
+        (CHAT, {}, COUNTS),
+        ("/v1/completions", {"prompt": "a"}, COUNTS),
+        ("/v1/completions", {"prompt": ["a", "b"], "n": 2}, COUNTS),
+        (CHAT, {"stream_options": None}, COUNTS),
+        (CHAT, {"stream_options": {}}, COUNTS),
+        (CHAT, {"stream_options": {"include_usage": False}}, COUNTS),
+        (CHAT, {"stream_options": {"include_usage": None, "x": [1]}}, {"stream_options": {**ASKED, "x": [1]}}),
+        (CHAT, {"stream_options": {"continuous_usage_stats": True}}, COUNTS),
+        (CHAT, {"stream_options": ASKED}, {}),
+        (CHAT, {"stream_options": {"include_usage": "yes"}}, {}),  # the engine reads that as true
+        (CHAT, {"stream_options": {"continuous_usage_stats": "odd"}}, {}),  # the engine's to refuse
+        (CHAT, {"stream_options": [1]}, {}),
+        ("/v1/responses", {"input": "a"}, {}),
+        ("/v1/messages", {"max_tokens": 5}, {}),
+        ("/v1/embeddings", {"input": "a"}, {}),
+        (CHAT, {"stream": False}, {}),
+        (CHAT, {"stream": "true"}, {}),
+    ],
+)
+async def test_who_is_asked_for_counts(alone: Site, path: str, given: dict[str, Any], added: dict[str, Any]) -> None:
+    """By endpoint, and only where the client did not: responses and messages refuse the field."""
+    body = {"stream": True, **PROMPT, **given}
+    await ask(alone.port, path, body)
+    (heard,) = alone.engines["a"].heard
+    assert heard.body == {**body, **added}
+    assert heard.raw.startswith(json.dumps(body)[:-1].encode()), "the client's own bytes come first"
 
 
 async def test_aggregated_gets_the_clients_own_bytes(alone: Site) -> None:
@@ -116,7 +206,7 @@ async def test_aggregated_gets_the_clients_own_bytes(alone: Site) -> None:
     assert heard.target == CHAT + "?beta=true"
     assert heard.headers["traceparent"] == "00-a-b-01"
     assert "x-other" not in heard.headers
-    assert reply.json == {k: v for k, v in chat_reply().items() if k != "kv_transfer_params"}
+    assert reply.body == unary(chat_reply()).partition(b"\r\n\r\n")[2]
     await alone.settled()
     assert (alone.record.reason, alone.record.decode) == ("aggregated", "a")
 
@@ -124,8 +214,7 @@ async def test_aggregated_gets_the_clients_own_bytes(alone: Site) -> None:
 async def test_stream(pair: Site) -> None:
     reply = await ask(pair.port, CHAT, {**PROMPT, "stream": True})
     assert reply.headers["content-type"].startswith("text/event-stream")
-    *_, usage, done = events(reply.body)
-    assert (usage["usage"], done) == (USAGE, "[DONE]")
+    assert reply.body == ROLE + b"".join(chunk(f"t{i}") for i in range(3)) + DONE
     await pair.settled()
     record = pair.record
     assert (record.stream, record.result, record.output_tokens) == (True, Result.OK, 3)
@@ -175,8 +264,10 @@ async def test_events_split_anywhere_arrive_whole(make_site: MakeSite) -> None:
     await site.engine("a", Role.AGGREGATED, dribble)
     site.publish()
     for step in (1, 2, 3, 7, 50):
-        reply = await ask(site.port, CHAT, {**PROMPT, "step": step})
+        reply = await ask(site.port, CHAT, {**PROMPT, "stream": True, "stream_options": ASKED, "step": step})
         assert reply.body == text
+        reply = await ask(site.port, CHAT, {**PROMPT, "stream": True, "step": step})
+        assert reply.body == ROLE + chunk("é ✓ [DONE]") + DONE
     await site.settled()
     assert {r.result for r in site.telemetry.records} == {Result.OK}
     assert {r.output_tokens for r in site.telemetry.records} == {3}
@@ -195,7 +286,7 @@ async def test_transfer_params_are_stripped_from_every_reply(make_site: MakeSite
             writer.write(STREAM_HEAD + framed(ROLE + event(last) + DONE) + LAST)
         else:
             said = 'say "kv_transfer_params": 1'
-            writer.write(unary(chat_reply(said, kv_transfer_params=params, ec_transfer_params=None, other=1.50)))
+            writer.write(unary(chat_reply(said, kv_transfer_params=params, ec_transfer_params={}, other=1.50)))
 
     site = await make_site()
     await site.engine("a", Role.AGGREGATED, leaky)

@@ -26,7 +26,9 @@ EVENTS = st.lists(
     st.one_of(
         st.text(max_size=20).map(lambda t: data({"choices": [{"delta": {"content": t}}]})),
         st.text(max_size=20).map(lambda t: data({"choices": [{"delta": {"content": t + ' "error" [DONE] "usage"'}}]})),
-        st.sampled_from([b": comment\n\n", b"event: x\ndata: {}\n\n", b"data: {}\r\n\r\n", b"data: a\ndata: b\n\n"]),
+        st.sampled_from(
+            [b": comment\n\n", b"event: x\ndata: {}\n\n", b"data: {}\r\n\r\n", b"\n\n", b"data: a\ndata: b\n\n"]
+        ),
     ),
     max_size=8,
 )
@@ -50,6 +52,68 @@ def test_only_whole_events_come_out(cuts: list[int]) -> None:
     for a, b in zip([0, *ends], ends, strict=False):
         out = reader.feed(text[a:b])
         assert out == b"" or out.endswith(b"\n\n")
+
+
+def piece(text: str, finish: str | None = None, index: int = 0, **more: object) -> bytes:
+    """A chunk as vLLM writes it."""
+    choice = {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": finish}
+    return data({"id": "c-1", "object": "chat.completion.chunk", "choices": [choice], **more})
+
+
+MARK = {"system_fingerprint": "vllm-0"}
+COUNTED = {"prompt_tokens": 5, "total_tokens": 7, "completion_tokens": 2}
+DONE = b"data: [DONE]\n\n"
+TEXT = '"finish_reason":"stop" [DONE] "usage" é✓'
+UNASKED: dict[str, tuple[bytes, bytes]] = {
+    "vllm": (
+        piece(TEXT) + piece("", "stop") + data({"choices": [], "usage": COUNTED, **MARK}) + DONE,
+        piece(TEXT) + piece("", "stop", **MARK) + DONE,
+    ),
+    "an engine without a fingerprint": (
+        piece(TEXT) + piece("", "stop") + data({"choices": [], "usage": COUNTED}) + DONE,
+        piece(TEXT) + piece("", "stop") + DONE,
+    ),
+    "several choices": (
+        piece("a") + piece("b", index=1) + piece("", "length") + piece("", "stop", index=1)
+        + data({"choices": [], "usage": COUNTED, **MARK}) + DONE,
+        piece("a") + piece("b", index=1) + piece("", "length", **MARK) + piece("", "stop", index=1, **MARK) + DONE,
+    ),
+    "as OpenAI's own: null in every other chunk, the fingerprint everywhere": (
+        piece(TEXT, usage=None, **MARK) + piece("", "stop", usage=None, **MARK)
+        + data({"choices": [], "usage": COUNTED, **MARK}) + DONE,
+        piece(TEXT, **MARK) + piece("", "stop", **MARK) + DONE,
+    ),
+    "an engine that counts whether asked or not": (
+        (forced := piece(TEXT, usage=COUNTED) + piece("", "stop", usage=COUNTED)
+         + data({"choices": [], "usage": COUNTED, **MARK}) + DONE),
+        forced,
+    ),
+    "an error after the end of a choice": (
+        (failed := piece("a") + piece("", "stop") + data({"error": {"message": "x"}}) + DONE),
+        failed,
+    ),
+    "no counts after all": ((silent := piece("a") + piece("", "stop") + DONE), silent),
+    "something else without choices": ((filtered := data({"choices": [], "filter": 1}) + piece("a") + DONE), filtered),
+}  # fmt: skip
+"""What an engine sends that was asked for counts, and what the client gets, who did not ask."""
+
+
+@pytest.mark.parametrize("case", UNASKED)
+@given(cuts=st.lists(st.integers(0, 900), max_size=12))
+def test_counts_that_only_the_router_asked_for_stay_with_it(case: str, cuts: list[int]) -> None:
+    sent, expected = UNASKED[case]
+    reader = EventReader(Shape.CHAT, Usage(), unasked=True)
+    assert feed(reader, sent, cuts) == expected
+    assert reader.done
+    if b'"usage":{' in sent:
+        assert (reader.usage.prompt, reader.usage.output) == (5, 2)
+    assert reader.waiting() == b""
+
+
+def test_what_was_kept_back_is_not_lost_when_the_stream_breaks() -> None:
+    reader = EventReader(Shape.CHAT, Usage(), unasked=True)
+    assert reader.feed(piece("a") + piece("", "stop")) == piece("a")
+    assert reader.waiting() == piece("", "stop")
 
 
 USAGES = [
