@@ -1,4 +1,5 @@
-"""How people write the end of a key's life: a span (`30d`, `12h`) or a moment (ISO 8601). Pure but for the clock."""
+"""How people write the end of a key's life: a span (`30d`, `12h`) or a moment (ISO 8601); and spans alone. Pure but for the
+clock."""
 
 from __future__ import annotations
 
@@ -25,3 +26,16 @@ def parse_expiry(text: str, *, now: datetime | None = None) -> datetime | None:
             field="expires_at",
         ) from None
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+_OVERLAP = re.compile(r"(\d{1,5})([smhd])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+def parse_overlap(text: str) -> int:
+    """Seconds for which a rotated key's old secret still works: `24h`, `30m`, `7d`, `0`. Raises `InvalidInput`."""
+    if text == "0":
+        return 0
+    if (span := _OVERLAP.fullmatch(text)) is None:
+        raise InvalidInput(f"overlap: {text!r} is no span such as 24h, 30m, 7d or 0", field="overlap")
+    return int(span[1]) * _SECONDS[span[2]]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import ClassVar
 
 from django.db import models
+from django.utils import timezone
 
+from controlplane.access.limits import Limits
 from controlplane.access.roles import Role
 
 
@@ -21,6 +24,10 @@ class ApiKey(models.Model):
     """What a manage key may do; no meaning for inference keys."""
     models_allowed = models.JSONField(default=list, blank=True)
     """Served names; empty: all."""
+    requests_per_minute = models.PositiveIntegerField(null=True, blank=True)
+    tokens_per_minute = models.PositiveIntegerField(null=True, blank=True)
+    concurrency = models.PositiveIntegerField(null=True, blank=True)
+    priority = models.SmallIntegerField(default=0)
     created_by = models.CharField(max_length=150)
     created_at = models.DateTimeField(auto_now_add=True)
     expires_at = models.DateTimeField(null=True, blank=True)
@@ -32,6 +39,32 @@ class ApiKey(models.Model):
 
     def __str__(self) -> str:
         return f"{self.id} ({self.name})"
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.requests_per_minute, self.tokens_per_minute, self.concurrency, self.priority)
+
+    def old_secret_works_until(self) -> datetime | None:
+        """The last moment of a secret from before a rotation; None: only the newest one works."""
+        if self.revoked_at is not None:
+            return None
+        ends = [old.works_until for old in self.retired.all()]
+        last = min(filter(None, (max(ends, default=None), self.expires_at)), default=None) if ends else None
+        return last if last is not None and last > timezone.now() else None
+
+
+class RetiredSecret(models.Model):
+    """What a key was before it was rotated: it still opens the door as that key, for a while."""
+
+    key = models.ForeignKey(ApiKey, models.CASCADE, related_name="retired")
+    digest = models.CharField(max_length=64, unique=True)
+    works_until = models.DateTimeField()
+
+    class Meta:
+        ordering: ClassVar = ["works_until"]
+
+    def __str__(self) -> str:
+        return f"{self.key_id} until {self.works_until:%F %T}"
 
 
 class AuditEntry(models.Model):

@@ -1,4 +1,4 @@
-"""API keys: make, revoke, list, recognise. The key's text exists once, in the answer that made it; the row has its digest.
+"""API keys: make, limit, rotate, revoke, list, recognise. The key's text exists once, in the answer that made it; the row has its digest.
 
 Never logs or stores a key. Routers learn of a new or revoked key with the next snapshot, which the reconcile beat makes.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Sequence
-from datetime import datetime, timedelta
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from django.db import transaction
@@ -16,7 +16,8 @@ from django.db.models import Q, QuerySet
 from django.utils import timezone
 
 from controlplane.access import audit
-from controlplane.access.models import ApiKey
+from controlplane.access.limits import UNLIMITED, Limits, changed
+from controlplane.access.models import ApiKey, RetiredSecret
 from controlplane.access.roles import Actor, Role
 from controlplane.fleet.errors import Conflict, InvalidInput, NotFound
 from controlplane.fleet.wire import Scope
@@ -26,6 +27,9 @@ MANAGE: Final = Scope.MANAGE.value
 PREFIX: Final = "tdm"
 USED_EVERY: Final = timedelta(minutes=1)
 """`last_used_at` is written at most this often: reads must not turn into writes."""
+OVERLAP: Final = 86_400
+"""Seconds for which the old secret of a rotated key works, unless said otherwise."""
+LONGEST_OVERLAP: Final = 30 * 86_400
 
 
 def digest_of(text: str) -> str:
@@ -42,6 +46,7 @@ def create_key(
     role: Role | None = None,
     models: Sequence[str] = (),
     expires_at: datetime | None = None,
+    limits: Limits = UNLIMITED,
 ) -> tuple[ApiKey, str]:
     """A new key and its text, which cannot be had again. A manage key without a role is a viewer.
 
@@ -61,9 +66,11 @@ def create_key(
         raise InvalidInput("models: write served names, of 1 to 200 printable characters each", field="models")
     if expires_at is not None and expires_at <= timezone.now():
         raise InvalidInput("expires_at: this time has passed; choose a later one, or leave it out", field="expires_at")
+    changed(UNLIMITED, limits._asdict())
+    _check_limited(scope, limits)
     role = role or Role.VIEWER
     key_id = secrets.token_hex(4)
-    text = f"{PREFIX}-{key_id}-{secrets.token_urlsafe(32)}"
+    text = _new_text(key_id)
     key = ApiKey.objects.create(
         id=key_id,
         name=name,
@@ -73,10 +80,55 @@ def create_key(
         models_allowed=sorted(set(models)),
         created_by=actor.name,
         expires_at=expires_at,
+        **limits._asdict(),
     )
-    shown = {"role": role.label} if scope == MANAGE else {"models": key.models_allowed}
+    shown = {"role": role.label} if scope == MANAGE else {"models": key.models_allowed, **_set(limits)}
     expiry = expires_at.isoformat() if expires_at else None
     audit.record(actor=actor, action="key.create", target=key.id, name=name, scope=scope, expires_at=expiry, **shown)
+    return key, text
+
+
+@transaction.atomic
+def limit_key(*, actor: Actor, key_id: str, changes: Mapping[str, int | None]) -> ApiKey:
+    """Set some of a key's limits anew (fields of `Limits`; None: unlimited). What is not named stays.
+
+    Raises `Forbidden`, `NotFound`, `Conflict` for a revoked key, or `InvalidInput` naming the field.
+    """
+    actor.require(Role.ADMIN)
+    key = _locked(key_id)
+    limits = changed(key.limits, changes)
+    _check_limited(key.scope, limits)
+    told = {field: [old, new] for field, old, new in zip(Limits._fields, key.limits, limits, strict=True) if old != new}
+    if told:
+        for field, value in limits._asdict().items():
+            setattr(key, field, value)
+        key.save(update_fields=Limits._fields)
+        audit.record(actor=actor, action="key.limit", target=key.id, name=key.name, **told)
+    return key
+
+
+@transaction.atomic
+def rotate_key(*, actor: Actor, key_id: str, overlap_seconds: int = OVERLAP) -> tuple[ApiKey, str]:
+    """A new secret for the same key: its id, name, models, limits and use stay. The old secret works for `overlap_seconds`
+    more (0: ends at once), and counts as the same key. Returns the key and its new text, which cannot be had again.
+
+    Raises `Forbidden`, `NotFound`, `Conflict` for a revoked or expired key, or `InvalidInput`.
+    """
+    actor.require(Role.ADMIN)
+    if not 0 <= overlap_seconds <= LONGEST_OVERLAP:
+        raise InvalidInput(f"overlap: choose 0 to {LONGEST_OVERLAP} seconds (30 days)", field="overlap")
+    key = _locked(key_id)
+    now = timezone.now()
+    if key.expires_at is not None and key.expires_at <= now:
+        raise Conflict(f"key {key_id} expired at {key.expires_at:%F %T} UTC; make a new one")
+    key.retired.filter(works_until__lte=now).delete()
+    until = now + timedelta(seconds=overlap_seconds)
+    if overlap_seconds:
+        RetiredSecret.objects.create(key=key, digest=key.digest, works_until=until)
+    text = _new_text(key.id)
+    key.digest = digest_of(text)
+    key.save(update_fields=["digest"])
+    audit.record(actor=actor, action="key.rotate", target=key.id, name=key.name, old_works_until=until.isoformat())
     return key, text
 
 
@@ -98,15 +150,66 @@ def revoke_key(*, actor: Actor, key_id: str) -> ApiKey:
 
 
 def list_keys() -> QuerySet[ApiKey]:
-    """All keys, newest first, revoked and expired ones included."""
-    return ApiKey.objects.order_by("-created_at", "id")
+    """All keys, newest first, revoked and expired ones included; with their retired secrets."""
+    return ApiKey.objects.prefetch_related("retired").order_by("-created_at", "id")
+
+
+def get_key(key_id: str) -> ApiKey:
+    """Raises `NotFound`."""
+    key = list_keys().filter(pk=key_id).first()
+    if key is None:
+        raise NotFound(f"there is no key {key_id}")
+    return key
 
 
 def authenticate_key(text: str) -> ApiKey | None:
     """The valid key with this text. Unknown, malformed, revoked and expired keys are None alike."""
     now = timezone.now()
-    usable = Q(expires_at=None) | Q(expires_at__gt=now)
-    key = ApiKey.objects.filter(usable, digest=digest_of(text), revoked_at=None).first()
-    if key is not None and (key.last_used_at is None or key.last_used_at < now - USED_EVERY):
-        ApiKey.objects.filter(pk=key.pk).update(last_used_at=now)
+    digest = digest_of(text)
+    key = _usable(now).filter(digest=digest).first()
+    if key is None:
+        key = _usable(now).filter(retired__digest=digest, retired__works_until__gt=now).first()
+    if key is not None:
+        _note_use(key.pk, now, now)
     return key
+
+
+def note_uses(uses: Mapping[str, float]) -> None:
+    """Remember when routers saw keys. `uses`: key id -> seconds since 1970 by a router's clock."""
+    now = timezone.now()
+    known = dict(ApiKey.objects.filter(pk__in=uses).values_list("pk", "last_used_at"))
+    for key_id, last in known.items():
+        at = min(datetime.fromtimestamp(uses[key_id], UTC), now)
+        if last is None or at - last >= USED_EVERY:
+            _note_use(key_id, at, now)
+
+
+def _note_use(key_id: str, at: datetime, now: datetime) -> None:
+    stale = Q(last_used_at=None) | Q(last_used_at__lt=at - USED_EVERY) | Q(last_used_at__gt=now)
+    ApiKey.objects.filter(stale, pk=key_id).update(last_used_at=at)
+
+
+def _usable(now: datetime) -> QuerySet[ApiKey]:
+    return ApiKey.objects.filter(Q(expires_at=None) | Q(expires_at__gt=now), revoked_at=None)
+
+
+def _locked(key_id: str) -> ApiKey:
+    key = ApiKey.objects.select_for_update().filter(pk=key_id).first()
+    if key is None:
+        raise NotFound(f"there is no key {key_id}")
+    if key.revoked_at is not None:
+        raise Conflict(f"key {key_id} was revoked at {key.revoked_at:%F %T} UTC")
+    return key
+
+
+def _new_text(key_id: str) -> str:
+    return f"{PREFIX}-{key_id}-{secrets.token_urlsafe(32)}"
+
+
+def _set(limits: Limits) -> dict[str, int]:
+    return {field: value for field, value in limits._asdict().items() if value}
+
+
+def _check_limited(scope: str, limits: Limits) -> None:
+    if scope == MANAGE and (found := next(iter(_set(limits)), None)) is not None:
+        raise InvalidInput(f"{found}: only inference keys are limited; leave it out", field=found)

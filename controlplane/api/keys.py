@@ -8,6 +8,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from controlplane.access import audit, services
+from controlplane.access.limits import Limits
 from controlplane.access.roles import Role
 from controlplane.api import requests, resources
 from controlplane.api.view import ApiView
@@ -23,14 +24,38 @@ class Keys(ApiView):
         """The answer alone holds the key; only its digest is kept."""
         wanted = self.checked(requests.NewKey)
         role = wanted.pop("role")
-        key, text = services.create_key(actor=self.actor, role=Role[role.upper()] if role else None, **wanted)
+        limits = Limits(**{field: wanted.pop(field) for field in Limits._fields})
+        key, text = services.create_key(
+            actor=self.actor, role=Role[role.upper()] if role else None, limits=limits, **wanted
+        )
         return Response({**resources.KeyResource(key).data, "key": text}, status=201)
 
 
 class KeyDetail(ApiView):
+    @extend_schema(operation_id="getKey", responses=resources.KeyResource)
+    def get(self, request: Request, key_id: str) -> Response:
+        return Response(resources.KeyResource(services.get_key(key_id)).data)
+
+    @extend_schema(operation_id="limitKey", request=requests.KeyLimits, responses=resources.KeyResource)
+    def patch(self, request: Request, key_id: str) -> Response:
+        """Only what is sent is changed; null takes a limit away."""
+        changes = self.checked(requests.KeyLimits)
+        return Response(
+            resources.KeyResource(services.limit_key(actor=self.actor, key_id=key_id, changes=changes)).data
+        )
+
     @extend_schema(operation_id="revokeKey", responses=resources.KeyResource)
     def delete(self, request: Request, key_id: str) -> Response:
         return Response(resources.KeyResource(services.revoke_key(actor=self.actor, key_id=key_id)).data)
+
+
+class KeyRotate(ApiView):
+    @extend_schema(operation_id="rotateKey", request=requests.Rotate, responses=resources.NewKeyResource)
+    def post(self, request: Request, key_id: str) -> Response:
+        """A new secret for the same key, in this answer alone. The old one works for `overlap_seconds` more."""
+        wanted = self.checked(requests.Rotate)
+        key, text = services.rotate_key(actor=self.actor, key_id=key_id, **wanted)
+        return Response({**resources.KeyResource(key).data, "key": text})
 
 
 class Audit(ApiView):
@@ -52,6 +77,7 @@ class Me(ApiView):
 routes = [
     path("keys", Keys.as_view()),
     path("keys/<str:key_id>", KeyDetail.as_view()),
+    path("keys/<str:key_id>/rotate", KeyRotate.as_view()),
     path("audit", Audit.as_view()),
     path("me", Me.as_view()),
 ]

@@ -6,6 +6,8 @@ from typing import Any
 
 from rest_framework import serializers
 
+from controlplane.access.limits import BOUNDS
+from controlplane.access.services import LONGEST_OVERLAP, OVERLAP
 from controlplane.api.resources import ACCESS_ROLES, POOL_ROLES
 from controlplane.deployments.logs import START
 from controlplane.fleet.spec import MAX_REPLICAS
@@ -59,9 +61,33 @@ class JoinToken(_Strict):
     hours = serializers.IntegerField(default=1, min_value=1, max_value=168)
 
 
+def _limit(field: str, **more: Any) -> serializers.IntegerField:
+    low, high = BOUNDS[field]
+    return serializers.IntegerField(min_value=low, max_value=high, **more)
+
+
+class KeyLimits(_Strict):
+    """Only what is sent is changed."""
+
+    requests_per_minute = _limit("requests_per_minute", required=False, allow_null=True, help_text="Null: unlimited.")
+    tokens_per_minute = _limit("tokens_per_minute", required=False, allow_null=True, help_text="Prompt and output.")
+    concurrency = _limit("concurrency", required=False, allow_null=True, help_text="Requests at a time.")
+    priority = _limit("priority", required=False, help_text="The higher is served first when engines are full.")
+
+
+class Rotate(_Strict):
+    overlap_seconds = serializers.IntegerField(
+        default=OVERLAP, min_value=0, max_value=LONGEST_OVERLAP, help_text="For which the old secret still works."
+    )
+
+
 class NewKey(_Strict):
     name = serializers.CharField(max_length=100)
     scope = serializers.ChoiceField(list(Scope))
     role = serializers.ChoiceField(ACCESS_ROLES, default=None, help_text="Manage keys only; default: viewer.")
     models = serializers.ListField(child=serializers.CharField(max_length=200), default=list, max_length=100)
     expires_at = serializers.DateTimeField(default=None)
+    requests_per_minute = _limit("requests_per_minute", default=None, allow_null=True, help_text="Null: unlimited.")
+    tokens_per_minute = _limit("tokens_per_minute", default=None, allow_null=True, help_text="Prompt and output.")
+    concurrency = _limit("concurrency", default=None, allow_null=True, help_text="Requests at a time.")
+    priority = _limit("priority", default=0, help_text="The higher is served first when engines are full.")

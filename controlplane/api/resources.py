@@ -209,11 +209,23 @@ class KeyResource(serializers.Serializer[Any]):
     models = serializers.ListField(
         child=serializers.CharField(), source="models_allowed", help_text="Served names; empty: all."
     )
+    requests_per_minute = serializers.IntegerField(allow_null=True, help_text="Null: unlimited.")
+    tokens_per_minute = serializers.IntegerField(allow_null=True, help_text="Prompt and output; null: unlimited.")
+    concurrency = serializers.IntegerField(allow_null=True, help_text="Requests at a time; null: unlimited.")
+    priority = serializers.IntegerField()
     created_by = serializers.CharField()
     created_at = serializers.DateTimeField()
     expires_at = serializers.DateTimeField(allow_null=True)
     revoked_at = serializers.DateTimeField(allow_null=True)
     last_used_at = serializers.DateTimeField(allow_null=True)
+    old_secret_works_until = serializers.SerializerMethodField(
+        help_text="After a rotation; null: only the newest works."
+    )
+
+    @extend_schema_field(serializers.DateTimeField(allow_null=True))
+    def get_old_secret_works_until(self, key: ApiKey) -> str | None:
+        until = key.old_secret_works_until()
+        return None if until is None else serializers.DateTimeField().to_representation(until)
 
     @extend_schema_field(serializers.ChoiceField(ACCESS_ROLES, allow_null=True))
     def get_role(self, key: ApiKey) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from controlplane.access.limits import BOUNDS
 from controlplane.fleet.spec import MAX_REPLICAS
 from controlplane.fleet.wire import LOG_MAXLEN, Scope
 
@@ -45,8 +46,8 @@ def parser() -> argparse.ArgumentParser:
     delete = commands.add_parser("delete", help="delete a deployment; its engines finish their requests first")
     delete.add_argument("name", metavar="NAME")
 
-    keys = commands.add_parser("keys", help="create and revoke API keys").add_subparsers(
-        dest="action", required=True, metavar="create|revoke"
+    keys = commands.add_parser("keys", help="create, list, limit, rotate and revoke API keys").add_subparsers(
+        dest="action", required=True, metavar="create|list|limit|rotate|revoke"
     )
     create = keys.add_parser("create", help="the key alone goes to standard output, this once")
     create.add_argument("--name", required=True, help="who uses it")
@@ -54,12 +55,45 @@ def parser() -> argparse.ArgumentParser:
     create.add_argument("--role", choices=("viewer", "operator", "admin"), help="of a manage key (default: viewer)")
     create.add_argument("--model", action="append", default=[], metavar="SERVED_NAME", help="repeatable; default: all")
     create.add_argument("--expires", default="", metavar="WHEN", help="30d, 12h or 2030-01-31T12:00Z; default: never")
+    _add_limits(create)
+    listed = keys.add_parser("list", help="all keys with their limits and last use")
+    listed.add_argument("-o", "--output", choices=("table", "yaml", "json"), default="table")
+    limit = keys.add_parser("limit", help="change what an inference key may use; what is not named stays")
+    limit.add_argument("id", metavar="ID", help=_KEY_ID)
+    _add_limits(limit)
+    rotate = keys.add_parser(
+        "rotate", help="a new secret for the same key; it alone goes to standard output, this once"
+    )
+    rotate.add_argument("id", metavar="ID", help=_KEY_ID)
+    rotate.add_argument(
+        "--overlap",
+        default="24h",
+        metavar="SPAN",
+        help="for which the old secret works: 24h, 30m, 7d, 0 (default: 24h)",
+    )
     revoke = keys.add_parser("revoke", help="end a key for ever")
-    revoke.add_argument("id", metavar="ID", help="tdm-ID-…: the part in the middle")
+    revoke.add_argument("id", metavar="ID", help=_KEY_ID)
 
     token = commands.add_parser("join-token", help="a one-time token with which a node joins")
     token.add_argument("--hours", type=_between(1, 168), default=1, metavar="N", help="good for so long (default: 1)")
     return top
+
+
+_KEY_ID = "tdm-ID-…: the part in the middle"
+_LIMIT_HELP = {
+    "requests_per_minute": "in any minute",
+    "tokens_per_minute": "prompt and output, in any minute",
+    "concurrency": "requests at a time",
+    "priority": "the higher is served first when all engines are full",
+}
+
+
+def _add_limits(command: argparse.ArgumentParser) -> None:
+    for field, (low, high) in BOUNDS.items():
+        none = "" if field == "priority" else ", or none"
+        command.add_argument(
+            f"--{field.replace('_', '-')}", metavar="N", help=f"{_LIMIT_HELP[field]} ({low} to {high}{none})"
+        )
 
 
 class _between:

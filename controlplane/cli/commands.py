@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from controlplane.access.expiry import parse_expiry
+from controlplane.access.expiry import parse_expiry, parse_overlap
+from controlplane.access.limits import BOUNDS, parse_limit
 from controlplane.cli import tables
 from controlplane.cli.client import Client, Refused
 from controlplane.cli.logs import show_logs
@@ -102,20 +103,68 @@ def delete(client: Client, arguments: argparse.Namespace) -> int:
 
 
 def keys(client: Client, arguments: argparse.Namespace) -> int:
-    if arguments.action == "revoke":
-        key = client.call("DELETE", "keys", arguments.id)
-        print(f"{key['id']} ({key['name']}): revoked")
-        return 0
+    return _KEY_ACTIONS[arguments.action](client, arguments)
+
+
+def _create_key(client: Client, arguments: argparse.Namespace) -> int:
     expires = parse_expiry(arguments.expires)
-    body = {"name": arguments.name, "scope": arguments.scope, "models": arguments.model}
+    body = {"name": arguments.name, "scope": arguments.scope, "models": arguments.model, **_limits(arguments)}
     if arguments.role:
         body["role"] = arguments.role
     if expires:
         body["expires_at"] = expires.isoformat()
-    key = client.call("POST", "keys", body=body)
+    _show_secret(client.call("POST", "keys", body=body))
+    return 0
+
+
+def _list_keys(client: Client, arguments: argparse.Namespace) -> int:
+    tables.show("keys", client.call("GET", "keys")["items"], arguments.output, single=False)
+    return 0
+
+
+def _limit_key(client: Client, arguments: argparse.Namespace) -> int:
+    changes = _limits(arguments)
+    if not changes:
+        names = ", ".join(f"--{field.replace('_', '-')}" for field in BOUNDS)
+        raise InvalidInput(f"say what to change: {names}")
+    key = client.call("PATCH", "keys", arguments.id, body=changes)
+    print(f"{key['id']} ({key['name']}): {tables.limits(key) or 'unlimited'}")
+    return 0
+
+
+def _rotate_key(client: Client, arguments: argparse.Namespace) -> int:
+    body = {"overlap_seconds": parse_overlap(arguments.overlap)}
+    key = client.call("POST", "keys", arguments.id, "rotate", body=body)
+    until = key["old_secret_works_until"]
+    print(f"The old secret {f'works until {until}' if until else 'works no more'}.", file=sys.stderr)
+    _show_secret(key)
+    return 0
+
+
+def _revoke_key(client: Client, arguments: argparse.Namespace) -> int:
+    key = client.call("DELETE", "keys", arguments.id)
+    print(f"{key['id']} ({key['name']}): revoked")
+    return 0
+
+
+def _limits(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The limits that were given. Raises `InvalidInput`."""
+    given = {field: getattr(arguments, field) for field in BOUNDS}
+    return {field: parse_limit(text, field) for field, text in given.items() if text is not None}
+
+
+def _show_secret(key: dict[str, Any]) -> None:
     print(f"Key {key['id']} ({key['name']}), shown this once:", file=sys.stderr)
     print(key["key"])
-    return 0
+
+
+_KEY_ACTIONS = {
+    "create": _create_key,
+    "list": _list_keys,
+    "limit": _limit_key,
+    "rotate": _rotate_key,
+    "revoke": _revoke_key,
+}
 
 
 def join_token(client: Client, arguments: argparse.Namespace) -> int:

@@ -60,6 +60,20 @@ def _key_state(row: Row) -> str:
     return f"{left.days}d left" if left.total_seconds() > 0 else "expired"
 
 
+def limits(row: Row) -> str:
+    """What a key may use: `60 req/min, 20000 tok/min, 4 at a time, priority 5`; empty: all it wants."""
+    parts = [
+        f"{row[field]} {unit}"
+        for field, unit in (
+            ("requests_per_minute", "req/min"),
+            ("tokens_per_minute", "tok/min"),
+            ("concurrency", "at a time"),
+        )
+        if row[field] is not None
+    ]
+    return ", ".join(parts + ([f"priority {row['priority']}"] if row["priority"] else []))
+
+
 COLUMNS: dict[str, tuple[Column, ...]] = {
     "deployments": (
         Column("NAME", lambda r: r["name"]),
@@ -92,6 +106,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("SCOPE", lambda r: r["scope"]),
         Column("ROLE", lambda r: r["role"] or ""),
         Column("MODELS", lambda r: ", ".join(r["models"]) or "all", fold=True),
+        Column("LIMITS", limits, fold=True),
         Column("STATE", _key_state),
         Column("USED", lambda r: _age(r["last_used_at"])),
         Column("BY", lambda r: r["created_by"], fold=True),

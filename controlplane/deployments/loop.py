@@ -16,6 +16,7 @@ from django.db import transaction
 from django.db.models import Q
 from msgspec.structs import replace
 
+from controlplane.access.services import note_uses
 from controlplane.deployments import plans, snapshot
 from controlplane.deployments.apply import apply
 from controlplane.deployments.decide import decide
@@ -24,7 +25,7 @@ from controlplane.deployments.rows import Gathered, gather
 from controlplane.deployments.world import Decision
 from controlplane.fleet.errors import Unavailable
 from controlplane.fleet.lifecycle import Event, State
-from controlplane.fleet.wire import FleetSnapshot, NodePlan
+from controlplane.fleet.wire import FleetSnapshot, NodePlan, RouterStatus
 from controlplane.nodes import reports
 from controlplane.nodes.models import Node
 from controlplane.publish import Publisher
@@ -79,6 +80,7 @@ def one_step(now: datetime, publisher: Publisher) -> bool:
         if version != stored_version:
             _publish_snapshot(publisher, replace(fresh, version=version, made_at=now.timestamp()))
         _send_plans(publisher, to_send, now)
+        _note_keys(routers)
         _let_agents_in(publisher, nodes)
         _push(publisher, _topics(decision, gathered, changed_nodes))
     return True
@@ -164,6 +166,15 @@ def _let_agents_in(publisher: Publisher, nodes: Iterable[Node]) -> None:
         publisher.ensure_node_users({node.name: node.redis_digest for node in nodes if node.redis_digest})
     except Unavailable as error:
         log.warning("Redis users of nodes were not seen to: %s", error)
+
+
+def _note_keys(routers: Iterable[RouterStatus]) -> None:
+    seen: dict[str, float] = {}
+    for status in routers:
+        for key, at in status.keys_seen.items():
+            seen[key] = max(at, seen.get(key, 0.0))
+    if seen:
+        note_uses(seen)
 
 
 def _publish_snapshot(publisher: Publisher, fresh: FleetSnapshot) -> None:

@@ -166,14 +166,24 @@ def _engine_records(
 
 
 def _keys(now: datetime) -> list[SnapshotKey]:
+    """One entry per secret that works: the id is what use is counted under, so that a rotated key is one key all the same."""
     valid = ApiKey.objects.filter(Q(expires_at=None) | Q(expires_at__gt=now), revoked_at=None)
-    return [
-        SnapshotKey(
+    found = []
+    for key in valid.prefetch_related("retired"):
+        entry = SnapshotKey(
             id=key.id,
             digest=key.digest,
             scope=Scope(key.scope),
             expires_at=key.expires_at.timestamp() if key.expires_at else None,
             models=tuple(key.models_allowed),
+            requests_per_minute=key.requests_per_minute,
+            tokens_per_minute=key.tokens_per_minute,
+            concurrency=key.concurrency,
+            priority=key.priority,
         )
-        for key in valid
-    ]
+        found.append(entry)
+        for old in key.retired.all():
+            if old.works_until > now:
+                until = min(filter(None, (old.works_until, key.expires_at)))
+                found.append(replace(entry, digest=old.digest, expires_at=until.timestamp()))
+    return found

@@ -26,7 +26,7 @@ def build(
         for deployment in sorted(deployments, key=lambda d: d.name)
         if not deployment.deleting
     ]
-    return FleetSnapshot(version=0, deployments=tuple(parts), keys=tuple(sorted(keys, key=lambda k: k.id)))
+    return FleetSnapshot(version=0, deployments=tuple(parts), keys=tuple(sorted(keys, key=lambda k: (k.id, k.digest))))
 
 
 def digest(snapshot: FleetSnapshot) -> str:

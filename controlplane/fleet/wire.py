@@ -279,6 +279,8 @@ class RouterStatus(Struct, frozen=True):
     started_at: float = 0.0
     caches: dict[str, CacheState] = {}
     """By name of the deployments that route by KV."""
+    keys_seen: dict[str, float] = {}
+    """Key id -> when it was used, in seconds since 1970. A use is told for some seconds, and at most one a minute per key."""
 
 
 class Result(StrEnum):

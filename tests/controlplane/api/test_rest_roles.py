@@ -67,6 +67,9 @@ TABLE = {
     "POST v1/join-tokens": Rule(A, 201, lambda: {"hours": 2}, "join_token.create"),
     "GET v1/keys": Rule(V),
     "POST v1/keys": Rule(A, 201, lambda: {"name": "app", "scope": "inference"}, "key.create"),
+    "GET v1/keys/<str:key_id>": Rule(V),
+    "PATCH v1/keys/<str:key_id>": Rule(A, 200, lambda: {"concurrency": 4}, "key.limit"),
+    "POST v1/keys/<str:key_id>/rotate": Rule(A, 200, lambda: {"overlap_seconds": 60}, "key.rotate"),
     "DELETE v1/keys/<str:key_id>": Rule(A, audited="key.revoke"),
     "GET v1/audit": Rule(V),
 }

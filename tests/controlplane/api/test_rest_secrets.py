@@ -29,7 +29,7 @@ def test_no_get_shows_a_secret(admin: Client, world: Deployment) -> None:
     assert len(gets) > 10
     for route in gets:
         name = "demo" if "deployments" in route else "n9"
-        path = route.replace("<str:name>", name).replace("<str:engine>", ENGINE)
+        path = route.replace("<str:name>", name).replace("<str:engine>", ENGINE).replace("<str:key_id>", key.id)
         answer = admin.get(f"/api/{path}" + ("?attempt=1&wait=0" if path.endswith("follow") else ""))
         assert answer.status_code == 200, route
         found = [secret for secret in secrets if secret in answer.content.decode()]

@@ -142,6 +142,39 @@ def test_keys_are_made_used_and_revoked(tandem: Tandem, monkeypatch: pytest.Monk
     assert "not valid" in tandem("get", "nodes").err
 
 
+def test_keys_are_limited_listed_and_rotated(tandem: Tandem) -> None:
+    made = tandem("keys", "create", "--name", "limited", "--requests-per-minute", "60", "--priority", "-2").out.strip()
+    key = made.split("-")[1]
+    done = tandem("keys", "limit", key, "--tokens-per-minute", "20_000", "--requests-per-minute", "none")
+    assert done == (0, f"{key} (limited): 20000 tok/min, priority -2\n", "")
+    (row,) = [line for line in tandem("keys", "list").out.splitlines() if line.startswith(key)]
+    assert "20000 tok/min, priority -2" in row
+    rotated = tandem("keys", "rotate", key, "--overlap", "2h")
+    assert rotated.out.startswith(f"tdm-{key}-")
+    assert rotated.out.strip() != made
+    assert "works until 20" in rotated.err
+    assert "works no more" in tandem("keys", "rotate", key, "--overlap", "0").err
+    listed = json.loads(tandem("keys", "list", "-o", "json").out)["items"]
+    assert next(item for item in listed if item["id"] == key)["tokens_per_minute"] == 20_000
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("limit", "ID"), "--requests-per-minute"),
+        (("limit", "ID", "--concurrency", "many"), "concurrency: 'many'"),
+        (("limit", "ID", "--concurrency", "0"), "concurrency: "),
+        (("limit", "none-such", "--concurrency", "1"), "no key none-such"),
+        (("rotate", "ID", "--overlap", "soon"), "overlap: 'soon'"),
+    ],
+)
+def test_odd_limits_are_refused_by_name(tandem: Tandem, flags: tuple[str, ...], says: str) -> None:
+    key = tandem("keys", "create", "--name", "odd").out.split("-")[1]
+    done = tandem("keys", *(key if flag == "ID" else flag for flag in flags))
+    assert (done.code, done.out) == (1, "")
+    assert says in done.err
+
+
 def test_an_inference_key_manages_nothing(tandem: Tandem, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_API_KEY", tandem("keys", "create", "--name", "app").out.strip())
     done = tandem("get", "deployments")

@@ -6,6 +6,7 @@ import itertools
 from datetime import timedelta
 
 import pytest
+from django.utils import timezone
 
 from controlplane.access.models import ApiKey
 from controlplane.access.roles import SYSTEM
@@ -130,6 +131,39 @@ def test_keys_are_in_the_snapshot_until_they_end(fleet: Fleet) -> None:
     ApiKey.objects.update(revoked_at=fleet.now)
     fleet.step()
     assert fleet.snapshot.keys == ()
+
+
+def test_a_rotated_key_is_one_key_with_two_secrets_until_the_overlap_ends(fleet: Fleet) -> None:
+    row = ApiKey.objects.create(id="k1", name="k", digest="new", scope="inference", tokens_per_minute=9, created_by="x")
+    until = fleet.now + timedelta(seconds=5)
+    row.retired.create(digest="old", works_until=until)
+    fleet.step()
+    assert [(k.id, k.digest, k.tokens_per_minute) for k in fleet.snapshot.keys] == [("k1", "new", 9), ("k1", "old", 9)]
+    assert [k.expires_at for k in fleet.snapshot.keys] == [None, until.timestamp()]
+    fleet.run(6)
+    assert [k.digest for k in fleet.snapshot.keys] == ["new"]
+
+
+def test_a_change_of_limits_reaches_the_routers(fleet: Fleet) -> None:
+    ApiKey.objects.create(id="k1", name="k", digest="d1", scope="inference", created_by="x")
+    fleet.step()
+    ApiKey.objects.update(requests_per_minute=7, concurrency=2, priority=3)
+    fleet.step()
+    (key,) = fleet.snapshot.keys
+    assert (key.requests_per_minute, key.tokens_per_minute, key.concurrency, key.priority) == (7, None, 2, 3)
+
+
+def test_what_routers_saw_of_keys_becomes_their_last_use(fleet: Fleet) -> None:
+    for name in ("k1", "k2"):
+        ApiKey.objects.create(id=name, name="k", digest=name, scope="inference", created_by="x")
+    at = timezone.now().timestamp() - 30
+    fleet.publisher.routers = [
+        RouterStatus("a", 1, keys_seen={"k1": at - 5}),
+        RouterStatus("b", 1, keys_seen={"k1": at, "gone": at}),
+    ]
+    loop.one_step(fleet.now, fleet.publisher)
+    used = dict(ApiKey.objects.values_list("pk", "last_used_at"))
+    assert (used["k1"].timestamp(), used["k2"]) == (pytest.approx(at), None)
 
 
 # -- scaling
