@@ -36,6 +36,8 @@ class Shape(Enum):
 class Endpoint(NamedTuple):
     path: str
     shape: Shape
+    counts_if_asked: bool = False
+    """A stream gives its counts only on request. The other endpoints refuse the field that asks for them."""
 
     @property
     def generates(self) -> bool:
@@ -45,8 +47,8 @@ class Endpoint(NamedTuple):
 ENDPOINTS = {
     endpoint.path: endpoint
     for endpoint in (
-        Endpoint("/v1/chat/completions", Shape.CHAT),
-        Endpoint("/v1/completions", Shape.TEXT),
+        Endpoint("/v1/chat/completions", Shape.CHAT, counts_if_asked=True),
+        Endpoint("/v1/completions", Shape.TEXT, counts_if_asked=True),
         Endpoint("/v1/responses", Shape.RESPONSES),
         Endpoint("/v1/messages", Shape.MESSAGES),
         Endpoint("/v1/embeddings", Shape.PLAIN),
@@ -129,7 +131,7 @@ def read_request(endpoint: Endpoint, body: bytes) -> Ask:
         fields.model or "",
         _alone(endpoint, fields),
         salt if isinstance(salt, str) else None,
-        _metering(fields) if endpoint.shape in _COUNTS_IF_ASKED and bytes(fields.stream) == b"true" else b"",
+        _metering(fields) if endpoint.counts_if_asked and bytes(fields.stream) == b"true" else b"",
     )
 
 
@@ -173,16 +175,16 @@ def _is_one(value: Any) -> bool:
     return value is None or (type(value) is int and value == 1)
 
 
-_COUNTS_IF_ASKED = (Shape.CHAT, Shape.TEXT)
-"""Where a stream gives its counts only on request. The other endpoints refuse the field that asks for them."""
 _PLAIN_SWITCH = frozenset((b"", b"null", b"false", b"true"))
 _ASK_COUNTS = b',"stream_options":{"include_usage":true}'
 
 
 def _metering(fields: _Fields) -> bytes:
     """The field that asks for a stream's counts, where the client did not. What it gave besides is kept."""
+    if fields.stream_options is _ABSENT:
+        return _ASK_COUNTS
     given = bytes(fields.stream_options)
-    if given in (b"", b"null"):
+    if given == b"null":
         return _ASK_COUNTS
     try:
         options = _object.decode(given)
@@ -199,25 +201,26 @@ def _metering(fields: _Fields) -> bytes:
 def _is_plain(endpoint: Endpoint, fields: _Fields) -> bool:
     """Whether the fields that the prefill leg leaves out or replaces are of the kind that every engine takes. The prefill
     engine would not see that one of them is wrong, and the KV would be kept for a request that is then refused."""
-    stream, options = bytes(fields.stream), bytes(fields.stream_options)
-    if stream not in _PLAIN_SWITCH or (options not in (b"", b"null") and (stream != b"true" or options[:1] != b"{")):
+    if fields.stream is not _ABSENT and bytes(fields.stream) not in _PLAIN_SWITCH:
         return False
-    least = bytes(fields.min_tokens)
-    if least and not least.isdigit():
+    if fields.stream_options is not _ABSENT:
+        options = bytes(fields.stream_options)
+        if options != b"null" and (bytes(fields.stream) != b"true" or options[:1] != b"{"):
+            return False
+    if fields.min_tokens is not _ABSENT and not bytes(fields.min_tokens).isdigit():
         return False
     if endpoint.shape is Shape.RESPONSES:
         return _is_limit(fields.max_output_tokens)
-    if endpoint.shape is Shape.MESSAGES and bytes(fields.max_tokens) in _NO_LIMIT:  # there it must be given
+    if endpoint.shape is Shape.MESSAGES and bytes(fields.max_tokens) in (b"", b"null"):  # there it must be given
         return False
     return _is_limit(fields.max_tokens) and _is_limit(fields.max_completion_tokens)
 
 
-_NO_LIMIT = (b"", b"null")
-
-
 def _is_limit(value: Raw) -> bool:
+    if value is _ABSENT:
+        return True
     text = bytes(value)
-    return text in _NO_LIMIT or (text.isdigit() and text != b"0")
+    return (text.isdigit() and text != b"0") or text == b"null"
 
 
 _ASK_PREFILL = Raw(
