@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from hashlib import sha256
 from typing import Any
 
@@ -29,6 +29,7 @@ from frontend_api.server import Server
 from frontend_api.telemetry import Telemetry
 from frontend_api.upstream import Upstreams
 from frontend_api.view import View
+from tests.frontend_api import standins
 from tests.frontend_api.scripted import Answer, ScriptedEngine, answer_well
 
 KEY = "tdm-inference"
@@ -168,3 +169,10 @@ async def alone(make_site: MakeSite) -> Site:
     await site.engine("a", Role.AGGREGATED)
     site.publish()
     return site
+
+
+@pytest.fixture(scope="session")
+def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Routers `pair` and `alone` in front of stand-ins, and `prefill`, `decode`, `aggregated` themselves."""
+    with standins.running(tmp_path_factory.mktemp("standins")) as found:
+        yield found

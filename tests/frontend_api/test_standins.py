@@ -2,89 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-
 import httpx
 import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 
-from tests.conftest import free_port
-
-ROOT = Path(__file__).parents[2]
-
-
-def engine(role: str, folder: Path) -> tuple[subprocess.Popen[bytes], str]:
-    port = free_port()
-    side = () if role == "aggregated" else ("--side-channel-port", str(free_port()))
-    command = [
-        sys.executable, "-m", "workers.sim", "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m",
-        "--role", role, *side, "--prefill-tokens-per-second", "100000", "--itl-ms", "1", "--block-size", "16",
-    ]  # fmt: skip
-    with (folder / role).open("wb") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "VLLM_API_KEY": ""}, stdout=log, stderr=log)
-    return process, f"http://127.0.0.1:{port}"
-
-
-def await_ok(url: str) -> None:
-    for _ in range(500):
-        try:
-            if httpx.get(url).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
-        asyncio.run(asyncio.sleep(0.02))
-    raise AssertionError(f"{url} did not come up")
-
-
-@pytest.fixture(scope="module")
-def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A router in front of a pair, another in front of one aggregated engine, and the engines themselves."""
-    folder = tmp_path_factory.mktemp("standins")
-    processes, found = [], {}
-    try:
-        for role in ("prefill", "decode", "aggregated"):
-            process, found[role] = engine(role, folder)
-            processes.append(process)
-        for name, arguments in (
-            ("pair", ["--prefill", found["prefill"], "--decode", found["decode"]]),
-            ("alone", ["--aggregated", found["aggregated"]]),
-        ):
-            port = free_port()
-            command = [
-                sys.executable,
-                "-m",
-                "frontend_api",
-                "--port",
-                str(port),
-                "--no-auth",
-                "--model",
-                "m",
-                *arguments,
-            ]
-            processes.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-            found[name] = f"http://127.0.0.1:{port}"
-        for role in ("prefill", "decode", "aggregated", "pair", "alone"):
-            await_ok(found[role] + "/health")
-        yield found
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.wait(20)
+from tests.frontend_api.standins import metric
 
 
 def client(url: str) -> OpenAI:
     return OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
-
-
-def metric(url: str, name: str) -> float:
-    text = httpx.get(url + "/metrics").text
-    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 
 LONG = "word " * 200
