@@ -39,8 +39,21 @@ class Slow(Protocol):
 class TokenSource(Protocol):
     """The token ids of requests, as the engine makes them."""
 
+    @property
+    def marks(self) -> Sequence[str]:
+        """Some of the added tokens: what a check of the ids should hold."""
+
     def at_once(self, endpoint: Endpoint, body: bytes) -> array[int] | Slow | None:
         """Of a request's body; None: they cannot be known."""
+
+
+class Tokenization(StrEnum):
+    """What an engine's own tokeniser said of the router's token ids."""
+
+    SAME = "same"
+    MISMATCH = "tokenization_mismatch"
+    UNVERIFIED = "tokenization_unverified"
+    """It was asked in vain, and has never answered."""
 
 
 class State(StrEnum):
@@ -105,6 +118,8 @@ class Cache:
         """Why there are none."""
         self.ranks: dict[Engine, Rank] = {}
         self.mode = deployment.routing.mode
+        self.tokenization: dict[Engine, Tokenization] = {}
+        """Of the engines that were asked (`tokencheck`)."""
         self._engines: tuple[Engine, ...] = ()
         self._sent = Sent(self.index)
         self._left_counts: Counter[str] = Counter()
@@ -118,6 +133,7 @@ class Cache:
             self.folder = deployment.tokenizer
             self.tokens = None
             self.no_tokens = LOADING if self.folder else NO_TOKENIZER
+            self.tokenization = {}
         engines = (*deployment.prefill, *deployment.decode, *deployment.aggregated)
         for engine in [e for e in self.ranks if e not in engines]:
             rank = self.ranks.pop(engine)
@@ -137,6 +153,11 @@ class Cache:
                     self.index, block_size=engine.spec.block_size, replays=bool(engine.spec.replay), now=now
                 )
         self._engines = engines
+        self.tokenization = {engine: found for engine, found in self.tokenization.items() if engine in engines}
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        return self._engines
 
     def tick(self, now: float) -> None:
         for rank in self.ranks.values():
@@ -184,6 +205,16 @@ class Cache:
         """How far the evidence goes, and why no further."""
         if self.tokens is None:
             return Standing(State.BLIND, {"*": self.no_tokens})
+        standing = self._standing_of_kv()
+        found = self.tokenization.items()
+        unequal = {engine.id: why.value for engine, why in found if why is Tokenization.MISMATCH}
+        unknown = {engine.id: why.value for engine, why in found if why is Tokenization.UNVERIFIED}
+        if not unequal and not unknown:
+            return standing
+        state = State.DEGRADED if unequal and standing.state is not State.BLIND else standing.state
+        return Standing(state, {**unknown, **standing.reasons, **unequal})
+
+    def _standing_of_kv(self) -> Standing:
         if self.mode is RoutingMode.KV_APPROXIMATE:
             return Standing(State.APPROXIMATE, {"*": "by choice: without events, from what was sent"})
         wrong: dict[str, str] = {}

@@ -2,34 +2,34 @@
 
 A `Tokenizer` is a model's folder: `tokenizer.json`, its configuration and its chat template. It gives the engine's ids or
 none, never others; what decides that is in `prompts`. That the engine reads the folder in the same way is not taken on
-trust (`transformers` builds some tokenizer classes anew, whatever their `tokenizer.json` says): `mismatches` compares with
+trust (`transformers` builds some tokenizer classes anew, whatever their `tokenizer.json` says): `tokencheck` compares with
 the answers of the engine's `/tokenize`.
 """
 
 from __future__ import annotations
 
-import json
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tokenizers
 
 from frontend_api import messages_prompt, model_folder, prompts, responses_prompt
 from frontend_api.chat_messages import Unknown
 from frontend_api.model_folder import TokenizerUnusable
-from frontend_api.openai import ENDPOINTS, Endpoint, Shape
+from frontend_api.openai import Endpoint, Shape
 from frontend_api.prompts import Body, Prompt
 from frontend_api.segments import Ids, Segments
 
-__all__ = ["Slow", "Tokenizer", "TokenizerUnusable", "mismatches", "probes"]
+__all__ = ["Slow", "Tokenizer", "TokenizerUnusable"]
 CACHE_BYTES = 64 << 20
 """Texts and ids kept per model, unless said otherwise."""
 AT_ONCE_CHARACTERS = 4_096
 """Text that is tokenised at once although it is not cached: about a millisecond."""
 AT_ONCE_BYTES = 256 << 10
 """A larger body is not even read at once."""
+MARKS = 8
 
 
 _UNKNOWABLE = (Unknown, ValueError, TypeError, RecursionError)
@@ -51,6 +51,8 @@ class Tokenizer:
         self._segments = Segments(self._tokenizer, cache_bytes)
         self._around = _around(self._tokenizer)
         self._readers = self._make_readers()
+        self.marks = _marks(self._tokenizer)
+        """Some of its added tokens."""
 
     @property
     def caches_segments(self) -> bool:
@@ -117,41 +119,10 @@ class Tokenizer:
         return before + self._segments.ids(pieces) + after
 
 
-_CHAT, _TEXT = ENDPOINTS["/v1/chat/completions"], ENDPOINTS["/v1/completions"]
-
-
-def probes(model: str) -> list[bytes]:
-    """Bodies for an engine's `/tokenize` that show whether a tokenizer is the engine's own."""
-    turns = [
-        {"role": "system", "content": "Answer in one word."},
-        {"role": "user", "content": "Größe  of 42 crates\n\tin\u00a0世界 🙂?"},
-        {"role": "assistant", "content": "Large."},
-        {"role": "user", "content": "Again: don't, I'll, 3.14159, <|x|>, ---"},
-    ]
-    asked: list[dict[str, Any]] = [
-        {"messages": turns[1:2]},
-        {"messages": turns},
-        {"messages": turns[:3], "add_generation_prompt": False},
-        {"prompt": " Plain cafe\u0301,  with   spaces\r\n\r\nand lines.\n\n  def f(x): return x_1 != 0"},
-    ]
-    return [json.dumps({"model": model, **body}).encode() for body in asked]
-
-
-def mismatches(tokenizer: Tokenizer, answers: Mapping[bytes, bytes]) -> list[str]:
-    """What speaks against a tokenizer: one sentence per probe whose ids differ from the engine's. Empty: all are the same.
-
-    `answers`: the bodies of `/tokenize` replies with status 200, by the probe that was sent.
-    """
-    found = []
-    for probe, answer in answers.items():
-        endpoint = _CHAT if "messages" in json.loads(probe) else _TEXT
-        theirs = json.loads(answer).get("tokens")
-        mine = tokenizer.token_ids(endpoint, probe)
-        if mine is None:
-            found.append(f"no ids for {probe.decode()[:80]}")
-        elif list(mine) != theirs:
-            found.append(f"{len(mine)} ids where the engine has {len(theirs or ())}, for {probe.decode()[:80]}")
-    return found
+def _marks(tokenizer: tokenizers.Tokenizer) -> tuple[str, ...]:
+    """The first and the last added tokens: those that texts know, and those that chats do."""
+    marks = [token.content for _, token in sorted(tokenizer.get_added_tokens_decoder().items())]
+    return tuple(marks if len(marks) <= 2 * MARKS else marks[:MARKS] + marks[-MARKS:])
 
 
 def _around(tokenizer: tokenizers.Tokenizer) -> tuple[Ids[int], Ids[int]] | None:

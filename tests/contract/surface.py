@@ -48,6 +48,26 @@ def check_tokenize(pair: EnginePair) -> None:
     assert usage["prompt_tokens"] == reply["count"]
 
 
+def check_tokenize_forms(pair: EnginePair) -> None:
+    def tokens(**body: object) -> list[int]:
+        return pair.ok(pair.decode_url, "/tokenize", body)["tokens"]
+
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Größe  of 42 世界 🙂?"}]
+    whole, bare = tokens(messages=messages), tokens(messages=messages, add_generation_prompt=False)
+    assert bare == whole[: len(bare)]
+    assert len(bare) < len(whole)
+    assert tokens(messages=messages, model=pair.model) == whole
+    function = {"name": "weather", "description": "Now.", "parameters": {"type": "object", "properties": {}}}
+    assert tokens(messages=messages, tools=[{"type": "function", "function": function}])
+    text = " Plain text,  \n\twith spaces."
+    assert tokens(prompt=text)[-len(tokens(prompt=text, add_special_tokens=False)) :] == tokens(
+        prompt=text, add_special_tokens=False
+    )
+    named = pair.ok(pair.decode_url, "/tokenize", {"prompt": text, "return_token_strs": True})
+    assert len(named["token_strs"]) == named["count"]
+    assert pair.post(pair.decode_url, "/tokenize", {"model": "another", "prompt": text}).status_code == 404
+
+
 def check_event_sources(pair: EnginePair) -> None:
     sources = pair.client.get(pair.prefill_url + "/kv_event_sources").json()
     assert sources.keys() == {"0"}

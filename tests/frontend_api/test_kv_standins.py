@@ -45,6 +45,8 @@ class Later(NamedTuple):
 class TokenIds:
     """Prompts that are token ids already; long ones take until they are let go."""
 
+    marks = ()
+
     def __init__(self) -> None:
         self.let_go = threading.Event()
         self.let_go.set()

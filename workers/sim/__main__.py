@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import uvicorn
 import uvloop
@@ -41,6 +42,7 @@ def parse_arguments(argv: Sequence[str], api_key: str = "") -> Settings:
     add("--host", default=defaults.host, help="the one address to listen on")
     add("--port", type=int, default=defaults.port, help="OpenAI-compatible HTTP")
     add("--served-model-name", default=defaults.served_model_name)
+    add("--tokenizer", default="", metavar="FOLDER", help="a model's folder: have its token ids and its chat template")
     add("--role", type=Role, choices=list(Role), default=defaults.role)
     add("--side-channel-port", type=int, default=0, help="KV hand-over; needed unless aggregated")
     add("--events-port", type=int, default=0, help="KV events; 0: off")
@@ -66,6 +68,8 @@ def parse_arguments(argv: Sequence[str], api_key: str = "") -> Settings:
         parser.error(f"--side-channel-port is needed for a {given.role} engine")
     if given.max_model_len is None:
         given.max_model_len = max(1, min(defaults.max_model_len, given.kv_blocks * given.block_size))
+    if given.tokenizer and not (Path(given.tokenizer) / "tokenizer.json").is_file():
+        parser.error(f"--tokenizer {given.tokenizer}: there is no tokenizer.json")
     for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size", "kv_blocks"):
         if getattr(given, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")

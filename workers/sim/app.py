@@ -36,10 +36,10 @@ from workers.sim.http import (
     unless_gone,
 )
 from workers.sim.messages import Messages
+from workers.sim.model_tokens import chat_text, ids, strings
 from workers.sim.requests import Json, TokenizeRequest, parse
 from workers.sim.responses import Responses
 from workers.sim.settings import VERSION, Settings
-from workers.sim.text import encode, pieces, render_chat
 
 GUARDED = ("/v1", "/v2", "/inference", "/cohere", "/sim")
 """vLLM's guarded prefixes, and our own."""
@@ -174,21 +174,29 @@ class App:
         await exchange.answer(b"", status=200 if self._engine.reset_prefix_cache() else 500)
 
     async def _tokenize(self, exchange: Exchange) -> None:
+        if "no-tokenize" in self._faults:
+            raise no_route(HTTPStatus.NOT_FOUND)
         request = parse(await exchange.body(), TokenizeRequest)
         self._check_model(request.model)
         if request.messages is not None:
-            text = render_chat(request.messages, request.tools, generate=request.add_generation_prompt)
+            generate, resume = request.add_generation_prompt, request.continue_final_message
+            text = chat_text(request.messages, request.tools, self._settings, generate=generate, resume=resume)
         elif request.prompt is not None:
             text = request.prompt
         else:
             raise ApiError("1 validation error:\n  Field required", kind="Bad Request", param="body.prompt")
-        tokens = encode(text)
+        special = request.add_special_tokens
+        if special is None:
+            special = request.messages is None
+        tokens = ids(text, self._settings, special=special)
+        if "wrong-tokens" in self._faults:
+            tokens = [token ^ 1 for token in tokens]
         await exchange.json(
             {
                 "count": len(tokens),
                 "max_model_len": self._settings.max_model_len,
                 "tokens": tokens,
-                "token_strs": pieces(text) if request.return_token_strs else None,
+                "token_strs": strings(text, self._settings, special=special) if request.return_token_strs else None,
             }
         )
 

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Iterable
 
 from workers.sim.generation import Choice, Generation, Job, check_length
 from workers.sim.http import DONE, ApiError, event, invalid
+from workers.sim.model_tokens import chat_text, ids
 from workers.sim.requests import ChatRequest, Json, parse
 from workers.sim.schema import script
 from workers.sim.sequence import Sampling, TokenLogprob
 from workers.sim.settings import FINGERPRINT, Settings
-from workers.sim.text import encode, render_chat
 
 
 class ForcedTool:
@@ -87,7 +87,7 @@ class Chat:
         self._top = request.top_logprobs or 0
         if self._top and not request.logprobs:
             raise invalid("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
-        prompt = encode(render_chat(request.messages, request.tools))
+        prompt = ids(chat_text(request.messages, request.tools, settings), settings, special=False)
         check_length(prompt, settings.max_model_len)
         asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         room = settings.max_model_len - len(prompt)

@@ -8,28 +8,32 @@ from collections.abc import AsyncIterator, Iterable
 from workers.sim.chat import json_script, positive
 from workers.sim.generation import Choice, Generation, Job, check_length
 from workers.sim.http import DONE, ApiError, event, invalid
+from workers.sim.model_tokens import ids, vocabulary
 from workers.sim.requests import CompletionRequest, Json, parse
 from workers.sim.sequence import Sampling, TokenLogprob
 from workers.sim.settings import FINGERPRINT, Settings
-from workers.sim.text import VOCABULARY, encode
 
 
-def prompts_of(prompt: object) -> tuple[list[int], ...]:
+def prompts_of(prompt: object, settings: Settings) -> tuple[list[int], ...]:
     """A string, a list of strings, one list of token ids, or several.
 
     Raises `ApiError` for anything else.
     """
     if isinstance(prompt, str):
-        prompts = [encode(prompt)]
+        prompts = [ids(prompt, settings, special=True)]
     elif isinstance(prompt, list) and prompt and all(isinstance(part, int) for part in prompt):
         prompts = [list(prompt)]
     elif isinstance(prompt, list):
-        prompts = [encode(part) if isinstance(part, str) else part for part in prompt if not isinstance(part, int)]
+        prompts = [
+            ids(part, settings, special=True) if isinstance(part, str) else part
+            for part in prompt
+            if not isinstance(part, int)
+        ]
     else:
         prompts = []
     if not prompts or not all(prompts):
         raise invalid("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
-    if any(not 0 <= token < VOCABULARY for tokens in prompts for token in tokens):
+    if any(not 0 <= token < vocabulary(settings) for tokens in prompts for token in tokens):
         raise invalid("Token id is out of vocabulary", "prompt")
     return tuple(prompts)
 
@@ -65,7 +69,7 @@ class Completion:
         self.created = int(time.time())
         if request.echo:
             raise invalid("The stand-in engine does not support `echo`.", "echo")
-        prompts = prompts_of(request.prompt)
+        prompts = prompts_of(request.prompt, settings)
         for prompt in prompts:
             check_length(prompt, settings.max_model_len)
         room = settings.max_model_len - max(map(len, prompts))

@@ -14,6 +14,8 @@ FAULTS = {
     "no-events": "nothing is published, although `/kv_event_sources` looks fine",
     "events-gap": "every second batch is lost on the way, though it can be replayed",
     "wrong-block-size": "events name twice the true block size",
+    "wrong-tokens": "`/tokenize` answers with the ids of another vocabulary",
+    "no-tokenize": "there is no `/tokenize`",
     "missing-params": "prefill answers without `kv_transfer_params`",
     "expire-now": "leases end at once",
     "slow-transfer": "transfers take a hundred times as long",

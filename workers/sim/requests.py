@@ -125,6 +125,8 @@ class TokenizeRequest(Struct, kw_only=True):
     messages: list[Json] | None = None
     tools: list[Json] | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = None
     return_token_strs: bool | None = False
 
 

@@ -19,6 +19,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     """The one address that every socket of this engine listens on."""
     port: int = 8000
     served_model_name: str = "sim"
+    tokenizer: str = ""
+    """A model's folder, whose token ids this engine has; empty: words of its own."""
     role: Role = Role.AGGREGATED
     side_channel_port: int = 0
     """Where decode engines read this engine's KV; 0: none (aggregated)."""
