@@ -4,18 +4,25 @@ A publisher loses what a slow or late subscriber misses, and says so only by its
 and in replay: a gap is closed by replay or costs the rank its blocks. A rank that has been quiet is asked for its last batch
 once more. The answer shows that it lives, that no batch was lost at the end, and that it is still the same process: another
 payload under the same number is a restart (llm-d-router#2853).
+
+What a rank held before its events could be followed is not known. Engines reuse the block that was used longest ago, so that
+it ends of itself (`_turn_over`), or a saved index knows it (`restore`).
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
+from collections.abc import Iterator
 from enum import StrEnum
-from typing import Any
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Struct
+from xxhash import xxh3_128_digest
 
+from frontend_api import kvwire
 from frontend_api.kvindex import DEVICE, FULL_ATTENTION, Index
+from frontend_api.kvwire import Event, Removed, RemovedRow, Stored, StoredRow
 
 END = -1
 """The sequence that ends a replay."""
@@ -27,71 +34,8 @@ OWED_SECONDS = 10.0
 """From a computed prompt to the events that must tell of it."""
 WAITING = 10_000
 """Live batches kept during a replay; with more the oldest are lost, and the sequence shows it."""
-
-
-class Stored(Struct, tag="BlockStored"):
-    block_hashes: list[int | bytes]
-    parent_block_hash: int | bytes | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: list[list[Any] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-
-
-class Removed(Struct, tag="BlockRemoved"):
-    block_hashes: list[int | bytes]
-    medium: str | None = None
-    group_idx: int | None = None
-
-
-class Cleared(Struct, tag="AllBlocksCleared"):
-    pass
-
-
-class StoredRow(Struct, tag="BlockStored", array_like=True):
-    """As older versions send it: positions after the last known one are passed over."""
-
-    block_hashes: list[int | bytes]
-    parent_block_hash: int | bytes | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: Any = None
-    block_mm_infos: Any = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-
-
-class RemovedRow(Struct, tag="BlockRemoved", array_like=True):
-    block_hashes: list[int | bytes]
-    medium: str | None = None
-    group_idx: int | None = None
-
-
-class ClearedRow(Struct, tag="AllBlocksCleared", array_like=True):
-    pass
-
-
-class _Batch(Struct, array_like=True):
-    ts: float
-    events: list[Raw]
-    data_parallel_rank: int | None = None
-
-
-_batch = msgspec.msgpack.Decoder(_Batch)
-_map = msgspec.msgpack.Decoder(Stored | Removed | Cleared)
-_row = msgspec.msgpack.Decoder(StoredRow | RemovedRow | ClearedRow)
-
-
-def _is_map(data: Raw) -> bool:
-    first = memoryview(data)[0]
-    return first & 0xF0 == 0x80 or first in (0xDE, 0xDF)
+FILLED = 0.9
+"""Share of a rank's blocks that must be known before nothing else is taken to be there: a few are never full."""
 
 
 class Knowledge(StrEnum):
@@ -104,6 +48,8 @@ class Knowledge(StrEnum):
     """Its beginning, or batches since, are lost: what is indexed is there, more may be."""
     UNHEARD = "not-heard"
     """No batch and no answer to a replay yet: nothing is known."""
+    RESTORED = "saved-index-unproved"
+    """Its blocks were loaded from disk, and are not counted until the publisher proves to be the one that told of them."""
 
 
 class Trouble(StrEnum):
@@ -117,13 +63,63 @@ class Trouble(StrEnum):
     """It answered a replay before and no longer does."""
 
 
-class Rank:
-    """The events of one engine rank and the blocks they tell of. `block_size`: what the engine is said to use, if known."""
+class Bound(StrEnum):
+    """Why the blocks that are indexed are not all that decides about a hit, although every batch is known."""
 
-    def __init__(self, index: Index, *, block_size: int | None, replays: bool, now: float) -> None:
+    INDEX_FULL = "kv_index_full"
+    """The router's own limit has cost it blocks."""
+    OTHER_GROUPS = "kv_other_cache_groups"
+    """A hit also needs the state of a sliding window or a state space, which is not followed (dynamo#9376)."""
+    LOWER_TIER = "kv_in_lower_tier"
+    """It keeps blocks in CPU memory or on disk, which are not counted (dynamo#5565)."""
+
+
+class Saved(Struct, frozen=True):
+    """What is known of one rank after one batch, to be gone on with by a later process. Holds no token."""
+
+    sequence: int
+    """Of the last batch that was taken."""
+    digest: bytes
+    """Of that batch."""
+    complete: bool
+    block_size: int | None
+    source: int | None
+    groups: tuple[int, ...]
+    keys: bytes
+    values: bytes
+    """`Names.dump`."""
+
+
+class Debt:
+    """What the ranks of one engine owe: events that tell of a prompt it has computed."""
+
+    __slots__ = ("since",)
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+
+
+class Rank:
+    """The events of one engine rank and the blocks they tell of.
+
+    `block_size`: what the engine is said to use, if known. `capacity`: blocks that the rank has in all, if known. `debt`:
+    shared by the ranks of one engine, of which any may compute a prompt.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        *,
+        block_size: int | None,
+        replays: bool,
+        now: float,
+        capacity: int | None = None,
+        debt: Debt | None = None,
+    ) -> None:
         self.index = index
         self.holder = index.add_holder()
         self.block_size = block_size
+        self.capacity = capacity
         self.batches = self.gaps = self.restarts = self.replays = 0
         self.heard_at: float | None = None
         self.wanted: int | None = None
@@ -134,12 +130,18 @@ class Rank:
         self._next: int | None = None
         """Sequence of the batch that must come next; None: any, the first one tells."""
         self._last: bytes = b""
+        """Digest of the batch before."""
         self._source: int | None = None
         self._waiting: deque[tuple[int, bytes]] = deque(maxlen=WAITING)
         self._asked: int | None = None
         self._answered = False
         self._quiet_since = now
-        self._owed_since: float | None = None
+        self._debt = debt or Debt()
+        self._restored: Knowledge | None = None
+        """What the saved index knew, until the publisher proves that it still holds."""
+        self._bounds: set[Bound] = set()
+        self._stored = self._removed = 0
+        """Blocks since the last sign of one that is not known."""
         if replays:
             self.wanted = 0
 
@@ -171,12 +173,17 @@ class Rank:
         self._answered = True
         if self.wanted is not None:
             return  # a restart was found on the way: another replay follows
+        if self._restored is not None and self._next is not None and sequence >= self._next:
+            self._forget()  # the batches between are no longer kept: the saved index helps nobody
         if self._next is None:
             self._begin(sequence)
             self._apply(sequence, payload, now)
         elif sequence == self._next - 1:
-            if payload != self._last:
+            if xxh3_128_digest(payload) != self._last:
                 self._restarted()
+            elif self._restored is not None:
+                self._knowledge, self._restored = self._restored, None
+                self.index.show(self.holder)
         elif sequence >= self._next:
             if sequence > self._next:
                 self._lost(now)
@@ -186,6 +193,8 @@ class Rank:
         """The replay gave no answer, or none any more."""
         self._asked = None
         self._quiet_since = now
+        if self._restored is not None:
+            self._forget()
         if self._knowledge is not Knowledge.UNHEARD:
             self._trouble.setdefault(Trouble.SILENT, now)
         if self.wanted is None:
@@ -196,16 +205,22 @@ class Rank:
         quiet = now - self._quiet_since > CHECK_SECONDS
         if quiet and self._replays and self._asked is None and self.wanted is None:
             self.wanted = max((self._next or 0) - 1, 0)
-        if self._owed_since is not None and now - self._owed_since > OWED_SECONDS:
+        if self._debt.since is None:
+            self._trouble.pop(Trouble.NOT_OBSERVED, None)
+        elif now - self._debt.since > OWED_SECONDS:
             self._trouble.setdefault(Trouble.NOT_OBSERVED, now)
+        if self.holder.forgot:
+            self.holder.forgot = False
+            self._bounds.add(Bound.INDEX_FULL)
+            self._in_part()
 
     def computed(self, now: float) -> None:
         """The engine has computed a prompt that fills blocks of which the index knows nothing: events must tell of them.
 
         Of an engine that is known in part nothing follows: it may have had them.
         """
-        if self._owed_since is None and self._knowledge is Knowledge.COMPLETE:
-            self._owed_since = now
+        if self._debt.since is None and self._knowledge is Knowledge.COMPLETE:
+            self._debt.since = now
 
     def close(self) -> None:
         """The engine is gone, and its blocks with it."""
@@ -215,10 +230,55 @@ class Rank:
         """What its sequence went through."""
         return Counter(batches=self.batches, gaps=self.gaps, restarts=self.restarts, replays=self.replays)
 
+    # ---- saved and restored
+
+    def saved(self) -> Saved | None:
+        """What a later process can go on with; None: nothing. Takes a millisecond for 100,000 blocks."""
+        if not self._next or not self._replays or self._restored is not None:
+            return None
+        keys, values = self.holder.blocks.dump()
+        return Saved(
+            sequence=self._next - 1,
+            digest=self._last,
+            complete=self._knowledge is Knowledge.COMPLETE,
+            block_size=self.block_size,
+            source=self._source,
+            groups=tuple(sorted(self.holder.skipped_groups)),
+            keys=keys,
+            values=values,
+        )
+
+    def restore(self, saved: Saved) -> Iterator[None]:
+        """Begin with what an earlier process knew, by and by, before the first replay is asked for.
+
+        Nothing of it counts until the replay brings the batch that it ended with: the publisher might be another process.
+        """
+        if self._next is not None or self.batches or not self._replays:
+            return
+        keys, values = array("Q", saved.keys), array("Q", saved.values)
+        self._restored = Knowledge.COMPLETE if saved.complete else Knowledge.PARTIAL
+        self.index.hide(self.holder)
+        yield from self.index.restore(self.holder, keys, values)
+        self.holder.skipped_groups.update(saved.groups)
+        self.block_size = self.block_size or saved.block_size
+        if saved.block_size:
+            self.index.block_sizes.add(saved.block_size)
+        self._source = saved.source
+        self._last = saved.digest
+        self._next = saved.sequence + 1
+        self.wanted = saved.sequence
+
     # ---- what they prove
 
     @property
+    def bounds(self) -> set[Bound]:
+        """Why it is not all, although it is COMPLETE."""
+        return self._bounds | {Bound.OTHER_GROUPS} if self.holder.skipped_groups else self._bounds
+
+    @property
     def knowledge(self) -> Knowledge:
+        if self._restored is not None:
+            return Knowledge.RESTORED
         asking = self.wanted is not None or self._asked is not None
         return Knowledge.REPLAYING if asking and self.batches and self._next is None else self._knowledge
 
@@ -244,7 +304,7 @@ class Rank:
     def _take(self, sequence: int, payload: bytes, now: float) -> None:
         expected = self._next
         if expected is not None and sequence < expected:
-            if sequence == expected - 1 and payload == self._last:
+            if sequence == expected - 1 and xxh3_128_digest(payload) == self._last:
                 return
             self._restarted()
             expected = None
@@ -263,6 +323,9 @@ class Rank:
     def _replay_ended(self, now: float) -> None:
         asked, self._asked = self._asked, None
         if self.wanted is not None:
+            return
+        if self._restored is not None:
+            self._restarted()  # it does not know the batch that the saved index ends with
             return
         if self._next is None:
             self._knowledge, self._next = Knowledge.COMPLETE, 0
@@ -286,31 +349,43 @@ class Rank:
     def _restarted(self) -> None:
         """Another process sends now: nothing that was known holds."""
         self.restarts += 1
-        self.index.clear(self.holder)
+        self._forget()
         self._trouble.clear()
-        self._owed_since = self._next = self._source = None
-        self._last = b""
-        self._knowledge = Knowledge.UNHEARD
         if self._replays:
             self.wanted = 0
+
+    def _forget(self) -> None:
+        """Nothing is known."""
+        self.index.clear(self.holder)
+        self.index.show(self.holder)
+        self._bounds.clear()
+        self._debt.since = self._next = self._source = self._restored = None
+        self._last = b""
+        self._knowledge = Knowledge.UNHEARD
+        self._stored = self._removed = 0
 
     def _lost(self, now: float) -> None:
         """Batches are gone for good: any block may have been removed in them."""
         self.gaps += 1
         self.index.clear(self.holder)
-        self._knowledge = Knowledge.PARTIAL
         self._trouble[Trouble.GAP] = now
+        self._in_part()
+
+    def _in_part(self) -> None:
+        """It holds blocks that are not known."""
+        self._knowledge = Knowledge.PARTIAL
+        self._stored = self._removed = 0
 
     # ---- one batch
 
     def _apply(self, sequence: int, payload: bytes, now: float) -> None:
         self._next = sequence + 1
-        self._last = payload
+        self._last = xxh3_128_digest(payload)
         self.batches += 1
-        self._owed_since = None
+        self._debt.since = None
         self._trouble.pop(Trouble.NOT_OBSERVED, None)
         try:
-            batch = _batch.decode(payload)
+            batch = kvwire.batch(payload)
         except msgspec.MsgspecError:
             self.index.left_out("unreadable")
             return
@@ -321,39 +396,83 @@ class Rank:
                 self._trouble.setdefault(Trouble.AMBIGUOUS, now)
         for data in batch.events:
             try:
-                event = _map.decode(data) if _is_map(data) else _row.decode(data)
+                event = kvwire.event(data)
             except msgspec.MsgspecError:
                 self.index.left_out("unreadable")
                 continue
             self._event(event, now)
 
-    def _event(self, event: Stored | Removed | Cleared | StoredRow | RemovedRow | ClearedRow, now: float) -> None:
-        index, holder = self.index, self.holder
+    def _event(self, event: Event, now: float) -> None:
         if isinstance(event, Stored | StoredRow):
-            if event.kv_cache_spec_kind not in FULL_ATTENTION:
-                if event.group_idx is not None:
-                    holder.skipped_groups.add(event.group_idx)
-                index.left_out("other-group")
-            elif event.medium not in DEVICE:
-                index.left_out("other-medium")
-            elif event.block_size != (self.block_size or event.block_size):
-                self._trouble.setdefault(Trouble.MISMATCH, now)
-                index.left_out("block-size")
-            else:
-                self.block_size = event.block_size
-                extra = event.extra_keys if isinstance(event.extra_keys, list) else None
-                left_out = index.stored(
-                    holder, event.block_hashes, event.parent_block_hash, event.token_ids, event.block_size,
-                    lora=event.lora_name, extra=extra,
-                )  # fmt: skip
-                if left_out is not None:
-                    self._knowledge = Knowledge.PARTIAL
+            self._store(event, now)
         elif isinstance(event, Removed | RemovedRow):
-            if event.medium not in DEVICE or event.group_idx in holder.skipped_groups:
-                index.left_out("other-medium" if event.medium not in DEVICE else "other-group")
-            else:
-                index.removed(holder, event.block_hashes)
+            self._remove(event)
         else:  # nothing is cached any more, so nothing is unknown
-            index.clear(holder)
-            self._knowledge = Knowledge.COMPLETE
-            self._trouble.pop(Trouble.GAP, None)
+            self.index.clear(self.holder)
+            self._complete()
+
+    def _store(self, event: Stored | StoredRow, now: float) -> None:
+        index, holder = self.index, self.holder
+        if event.kv_cache_spec_kind not in FULL_ATTENTION:
+            if event.group_idx is not None:
+                holder.skipped_groups.add(event.group_idx)
+            index.left_out("other-group")
+        elif event.medium not in DEVICE or event.locality == "REMOTE":
+            self._bounds.add(Bound.LOWER_TIER)
+            index.left_out("other-medium")
+        elif event.block_size != (self.block_size or event.block_size):
+            if len(event.block_hashes) == 1 and event.block_size < (self.block_size or 0):
+                index.left_out("partial-block")  # vLLM names the end of a prompt so in models of several groups
+                return
+            self._trouble.setdefault(Trouble.MISMATCH, now)
+            index.left_out("block-size")
+        else:
+            self.block_size = event.block_size
+            held = len(holder.blocks)
+            extra = event.extra_keys if isinstance(event.extra_keys, list) else None
+            left_out = index.stored(
+                holder, event.block_hashes, event.parent_block_hash, event.token_ids, event.block_size,
+                lora=event.lora_name, extra=extra,
+            )  # fmt: skip
+            if left_out is not None:
+                self._in_part()
+            elif self._knowledge is Knowledge.PARTIAL:
+                self._stored += len(holder.blocks) - held
+                self._turn_over()
+
+    def _remove(self, event: Removed | RemovedRow) -> None:
+        index, holder = self.index, self.holder
+        if event.medium not in DEVICE or event.locality == "REMOTE":
+            index.left_out("other-medium")
+        elif event.group_idx in holder.skipped_groups:
+            index.left_out("other-group")
+        else:
+            held = len(holder.blocks)
+            index.removed(holder, event.block_hashes)
+            if self._knowledge is Knowledge.PARTIAL:
+                gone = held - len(holder.blocks)
+                self._removed += gone
+                if gone < len(event.block_hashes):
+                    self._in_part()
+                self._turn_over()
+
+    def _turn_over(self) -> None:
+        """Whether what is not known must be gone by now.
+
+        An engine reuses the block that was used longest ago: blocks that nobody has used since go before any that came later,
+        and one that is used shows itself as the parent of new ones. So all is known once the engine has stored as many blocks
+        as it has, without a sign of unknown ones, and the known ones fill it. Where its size is not known: once it has given
+        up as many known blocks as it holds now.
+        """
+        held = len(self.holder.blocks)
+        if self.capacity:
+            over = self._stored >= self.capacity and held >= self.capacity * FILLED
+        else:
+            over = 0 < held <= self._removed
+        if over:
+            self._complete()
+
+    def _complete(self) -> None:
+        self._knowledge = Knowledge.COMPLETE
+        self._bounds.discard(Bound.INDEX_FULL)
+        self._trouble.pop(Trouble.GAP, None)

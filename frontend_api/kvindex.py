@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
@@ -26,6 +26,8 @@ from frontend_api.kvnames import Names
 MASK = (1 << 60) - 1
 LIMIT = 4_000_000
 """(engine, block) entries of one index, about half a gigabyte."""
+EVICTED_AT_ONCE = 512
+"""Entries: a fraction of a millisecond."""
 FULL_ATTENTION = frozenset((None, "full_attention", "mla_attention", "sink_full_attention"))
 """Cache groups whose blocks hold a prefix for good; a sliding window or a state space does not (dynamo#9376)."""
 DEVICE = frozenset((None, "GPU"))
@@ -64,12 +66,14 @@ def _key(engine_hash: int | bytes) -> int:
 class Holder:
     """One source of KV: an engine's rank, or what was sent to an engine."""
 
-    __slots__ = ("bit", "blocks", "skipped_groups")
+    __slots__ = ("bit", "blocks", "forgot", "skipped_groups")
 
     def __init__(self, bit: int) -> None:
         self.bit = bit
         self.blocks = Names()
         """The engine's hash (cut) -> own hash."""
+        self.forgot = False
+        """The index's own limit has cost it blocks. Whoever has taken note of it sets it back."""
         self.skipped_groups: set[int] = set()
 
 
@@ -110,6 +114,7 @@ class Index:
     def clear(self, holder: Holder) -> None:
         """Forget all its blocks at once; their memory comes back by `sweep`."""
         holder.skipped_groups.clear()
+        holder.forgot = False
         if holder.blocks:
             self._alive &= ~holder.bit
             self._retired.append((holder.bit, holder.blocks))
@@ -123,6 +128,27 @@ class Index:
         self._alive &= ~holder.bit
         self._retired.append((holder.bit, holder.blocks))
         holder.blocks = Names()
+
+    def hide(self, holder: Holder) -> None:
+        """Match none of its blocks until it is shown."""
+        self._alive &= ~holder.bit
+
+    def show(self, holder: Holder) -> None:
+        self._alive |= holder.bit
+
+    def restore(self, holder: Holder, keys: array[int], values: array[int], most: int = 1_000) -> Iterator[None]:
+        """Blocks as `Names.dump` gave them, by and by: a pause after each `most`."""
+        put, of_block, sets = holder.blocks.put, self._blocks, self._sets
+        for at in range(0, len(keys), most):
+            bit = holder.bit
+            for key, own in zip(keys[at : at + most], values[at : at + most], strict=True):
+                if put(key, own) is None:
+                    having = of_block.get(own, 0) | bit
+                    of_block[own] = sets.setdefault(having, having)
+                    self.entries += 1
+            if self.entries > self.limit:
+                self._evict()
+            yield
 
     def sweep(self, most: int = 5_000) -> bool:
         """Free some memory of holders that are gone. True: there is more to do."""
@@ -159,7 +185,8 @@ class Index:
     ) -> str | None:
         """A run of blocks, one after the other. Returns why the run was not taken.
 
-        A block that is known already only becomes young again: vLLM reports reused blocks so, and one removal ends them.
+        A block that is known already only becomes young again: vLLM reports reused blocks so if a client asks for it, and one
+        removal ends them. Where two copies of a block lay there, the second one is thereby forgotten too early.
         """
         if block_size < 1 or len(tokens) != len(hashes) * block_size:
             return self.left_out("mismatched")  # vllm#44451
@@ -245,7 +272,8 @@ class Index:
                 self.sweep()
                 continue
             holder = max(self._holders, key=lambda h: len(h.blocks))
-            for _ in range(min(self.limit // 64 + 1, len(holder.blocks))):
+            holder.forgot = True
+            for _ in range(min(self.limit // 64 + 1, EVICTED_AT_ONCE, len(holder.blocks))):
                 key, own = holder.blocks.pop_old()
                 if own in self._used:
                     self._used.discard(own)

@@ -280,7 +280,7 @@ async def test_an_engine_that_publishes_nothing_makes_the_router_blind_and_it_sa
     await fleet.engines["a0"].fault("no-events")
     await fleet.ask(prompt(1))
     rank = fleet.rank("a0")
-    rank._owed_since -= 60.0  # a minute ago
+    rank._debt.since -= 60.0  # a minute ago
     await until(lambda: fleet.cache.standing().state is State.BLIND)
     told = await fleet.ask(prompt(1))
     assert (told["state"], told["reason"]) == ("blind", "no-overlap")

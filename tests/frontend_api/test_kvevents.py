@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend_api.kvevents import CHECK_SECONDS, END, OWED_SECONDS, Knowledge, Rank, Trouble
+from frontend_api.kvevents import CHECK_SECONDS, END, OWED_SECONDS, Bound, Debt, Knowledge, Rank, Saved, Trouble
 from frontend_api.kvindex import Index, chain
 
 SIZE = 4
@@ -52,10 +52,12 @@ def run(first: int, last: int) -> list[tuple[int, bytes]]:
 class Line:
     """A rank, its publisher's replay buffer, and a clock."""
 
-    def __init__(self, *, replays: bool = True, block_size: int | None = SIZE) -> None:
-        self.index = Index()
+    def __init__(
+        self, *, replays: bool = True, block_size: int | None = SIZE, capacity: int | None = None, limit: int = 1_000
+    ) -> None:
+        self.index = Index(limit)
         self.now = 0.0
-        self.rank = Rank(self.index, block_size=block_size, replays=replays, now=0.0)
+        self.rank = Rank(self.index, block_size=block_size, replays=replays, now=0.0, capacity=capacity)
         self.buffer: list[tuple[int, bytes]] = []
         self.asked: list[int] = []
 
@@ -246,6 +248,265 @@ def test_two_sources_on_one_address() -> None:
     line = ready()
     line.live((3, batch(stored(3), rank=1)))
     assert line.state == (Knowledge.COMPLETE, 4, [Trouble.AMBIGUOUS])
+
+
+def test_of_several_ranks_any_may_pay_what_the_engine_owes() -> None:
+    index, debt = Index(), Debt()
+    first, second = (Rank(index, block_size=SIZE, replays=False, now=0.0, debt=debt) for _ in range(2))
+    for rank in (first, second):
+        rank.live(0, batch(stored(0)), 0.0)
+        rank.computed(1.0)
+        rank.tick(1.1 + OWED_SECONDS)
+    assert list(first.trouble) == list(second.trouble) == [Trouble.NOT_OBSERVED]
+    second.live(1, batch(stored(1)), 20.0)
+    first.tick(20.0)
+    assert first.trouble == second.trouble == {}
+
+
+def one(number: int) -> dict[str, Any]:
+    """A prompt of one block."""
+    return stored(0, block_hashes=[1_000 + number], token_ids=[number] * SIZE)
+
+
+def gone(number: int) -> dict[str, Any]:
+    return removed(0, block_hashes=[1_000 + number])
+
+
+class Turning:
+    """A rank whose beginning is lost, and its engine: `capacity` blocks, the one used longest ago is reused."""
+
+    def __init__(self, *, told: bool, capacity: int = 10, unknown: int = 6) -> None:
+        self.line = Line(replays=False, capacity=capacity if told else None)
+        self.capacity = capacity
+        self.held = [-1 - n for n in range(unknown)]
+        self.sequence = 100
+
+    def store(self, number: int) -> Knowledge:
+        events = []
+        if len(self.held) == self.capacity:
+            events.append(gone(self.held.pop(0)))
+        self.held.append(number)
+        return self.tell(*events, one(number))
+
+    def tell(self, *events: dict[str, Any]) -> Knowledge:
+        self.line.live((self.sequence, batch(*events)))
+        self.sequence += 1
+        return self.line.rank.knowledge
+
+
+def test_what_was_there_before_is_gone_once_the_engine_has_stored_as_much_as_it_has() -> None:
+    engine = Turning(told=True)
+    known = [engine.store(number) for number in range(20)]
+    assert known.index(Knowledge.COMPLETE) == 18  # the last unknown block goes with the store of number 9
+    assert all(number >= 0 for number in engine.held)
+
+
+def test_where_its_size_is_not_known_it_has_to_give_up_as_much_as_it_holds() -> None:
+    engine = Turning(told=False)
+    known = [engine.store(number) for number in range(40)]
+    assert 18 <= known.index(Knowledge.COMPLETE) <= 20
+    assert all(number >= 0 for number in engine.held)
+
+
+@given(st.integers(1, 12), st.integers(0, 12), st.booleans())
+def test_it_never_turns_over_while_unknown_blocks_are_left(capacity: int, unknown: int, told: bool) -> None:
+    engine = Turning(told=told, capacity=capacity, unknown=min(unknown, capacity))
+    for number in range(3 * capacity + 1):
+        complete = engine.store(number) is Knowledge.COMPLETE
+        assert not complete or all(block >= 0 for block in engine.held)
+    assert complete
+
+
+def test_an_unknown_block_that_is_still_used_shows_itself() -> None:
+    engine = Turning(told=True)
+    for number in range(100):
+        if number % 9 == 0:
+            engine.tell(stored(1, block_hashes=[5_000], parent_block_hash=77))
+        assert engine.store(number) is Knowledge.PARTIAL
+
+
+def test_blocks_that_do_not_fill_the_engine_leave_room_for_unknown_ones() -> None:
+    engine = Turning(told=True, capacity=10)
+    for number in range(50):
+        assert engine.tell(one(number), gone(number)) is Knowledge.PARTIAL
+
+
+def test_a_gap_is_forgiven_when_all_has_turned_over() -> None:
+    engine = Turning(told=True)
+    for number in range(30):
+        engine.store(number)
+    engine.sequence += 1
+    engine.store(30)
+    assert engine.line.state[::2] == (Knowledge.PARTIAL, [Trouble.GAP])
+    for number in range(31, 60):
+        engine.store(number)
+    assert engine.line.state[::2] == (Knowledge.COMPLETE, [])
+
+
+def test_what_the_own_limit_took_is_not_known_any_more() -> None:
+    line = Line(limit=8)
+    line.replay()
+    for number in range(10):
+        line.publish((number, batch(one(number))))
+    line.rank.tick(line.now)
+    assert (line.rank.knowledge, line.rank.bounds) == (Knowledge.PARTIAL, {Bound.INDEX_FULL})
+    line.publish((10, pack([1.0, [{"type": "AllBlocksCleared"}], 0])))
+    assert (line.rank.knowledge, line.rank.bounds) == (Knowledge.COMPLETE, set())
+
+
+@pytest.mark.parametrize(
+    ("event", "bound"),
+    [
+        (stored(0, medium="CPU"), Bound.LOWER_TIER),
+        (stored(0, medium="STORAGE", locality="REMOTE"), Bound.LOWER_TIER),
+        (stored(0, locality="REMOTE"), Bound.LOWER_TIER),
+        (stored(0, kv_cache_spec_kind="mamba", group_idx=1), Bound.OTHER_GROUPS),
+        (stored(0, kv_cache_spec_kind="sliding_window", group_idx=1), Bound.OTHER_GROUPS),
+    ],
+)
+def test_what_else_decides_about_a_hit_is_told(event: dict[str, Any], bound: Bound) -> None:
+    line = ready()
+    assert line.rank.bounds == set()
+    line.publish((3, batch(event)))
+    assert line.rank.bounds == {bound}
+    assert line.state == (Knowledge.COMPLETE, 3, [])
+
+
+def test_the_partial_block_at_the_end_of_a_prompt_is_no_other_block_size() -> None:
+    line = ready()
+    line.publish((3, batch(stored(3, block_size=2, token_ids=[1, 2]))))
+    assert line.state == (Knowledge.COMPLETE, 3, [])
+    assert line.index.counts["partial-block"] == 1
+
+
+# ---- saved and restored
+
+
+def restored(line: Line, saved: Saved, *, before: tuple[tuple[int, bytes], ...] = ()) -> Line:
+    """A later process with the same publisher."""
+    later = Line()
+    later.buffer = line.buffer
+    for _ in later.rank.restore(saved):
+        later.live(*before)
+        assert later.depth == 0
+    return later
+
+
+def saved_of(line: Line) -> Saved:
+    saved = line.rank.saved()
+    assert saved is not None
+    return saved
+
+
+def test_a_saved_index_is_gone_on_with() -> None:
+    line = ready(upto=5)
+    saved = saved_of(line)
+    line.buffer += [(6, batch(removed(5))), *run(6, 7)]
+    line.buffer[-2:] = [(7, batch(stored(5))), (8, batch(stored(6)))]
+    del line.buffer[:4]  # the publisher has forgotten its beginning
+    late = restored(line, saved)
+    assert late.state == (Knowledge.RESTORED, 0, [])
+    late.replay()
+    assert late.asked == [5]
+    assert late.state == (Knowledge.COMPLETE, 7, [])
+    assert (late.rank.gaps, late.rank.restarts) == (0, 0)
+
+
+def test_batches_that_come_while_it_is_loaded_wait() -> None:
+    line = ready(upto=5)
+    saved = saved_of(line)
+    line.buffer += run(6, 6)
+    late = restored(line, saved, before=((6, line.buffer[-1][1]),))
+    late.replay()
+    assert late.state == (Knowledge.COMPLETE, 7, [])
+
+
+def test_a_saved_index_that_the_replay_no_longer_reaches_is_dropped() -> None:
+    line = ready(upto=5)
+    saved = saved_of(line)
+    line.buffer = [(9, batch(stored(0)))]
+    late = restored(line, saved)
+    late.replay()
+    assert late.state == (Knowledge.PARTIAL, 1, [])
+    assert late.rank.gaps == 0
+
+
+@pytest.mark.parametrize("upto", [-1, 0, 2, 5, 7])
+def test_the_saved_index_of_a_publisher_that_restarted_is_dropped(upto: int) -> None:
+    line = ready(upto=5)
+    saved = saved_of(line)
+    line.buffer = [(n, batch(stored(n), rank=None)) for n in range(upto + 1)]
+    late = restored(line, saved)
+    late.replay()
+    assert late.state == (Knowledge.COMPLETE, upto + 1, [])
+    assert late.rank.restarts == 1
+
+
+def test_a_saved_index_that_nobody_vouches_for_is_dropped() -> None:
+    line = ready(upto=5)
+    late = restored(line, saved_of(line))
+    late.rank.asked()
+    late.rank.replay_failed(5.0)
+    assert late.state == (Knowledge.UNHEARD, 0, [])
+    late.live((6, batch(stored(0))))
+    assert late.state == (Knowledge.PARTIAL, 1, [])
+
+
+def test_what_was_known_in_part_stays_so() -> None:
+    line = Line()
+    line.buffer = [(7, batch(stored(0), stored(0, kv_cache_spec_kind="mamba", group_idx=3)))]
+    line.replay()
+    late = restored(line, saved_of(line))
+    late.replay()
+    assert late.state == (Knowledge.PARTIAL, 1, [])
+    late.live((8, batch(removed(0, group_idx=3))))
+    assert late.depth == 1
+
+
+def test_what_is_not_worth_saving() -> None:
+    line = Line()
+    assert line.rank.saved() is None
+    line.replay()
+    assert line.rank.saved() is None
+    without_replay = Line(replays=False)
+    without_replay.live(*run(0, 1))
+    assert without_replay.rank.saved() is None
+    line = ready()
+    late = restored(line, saved_of(line))
+    assert late.rank.saved() is None
+
+
+def test_it_is_restored_before_anything_else_or_not_at_all() -> None:
+    line = ready(upto=5)
+    other = ready(upto=1)
+    assert list(other.rank.restore(saved_of(line))) == []
+    assert other.state == (Knowledge.COMPLETE, 2, [])
+
+
+@given(st.data())
+def test_saved_at_any_time_it_ends_in_the_same_index(data: st.DataObject) -> None:
+    """Whatever happened before and after: a process that was restored knows what one that never ended knows."""
+    line = Line()
+    held: list[int] = []
+    saved = None
+    for sequence in range(data.draw(st.integers(2, 20))):
+        block = data.draw(st.integers(0, 5))
+        if block not in held and (not block or block - 1 in held):
+            held.append(block)
+            events = [stored(block)]
+        else:
+            events = [removed(b) for b in sorted((b for b in held if b >= block), reverse=True)]
+            held = [b for b in held if b < block]
+        line.publish((sequence, batch(*events, rank=None)))
+        line.replay()
+        if data.draw(st.booleans()):
+            saved = line.rank.saved()
+    if saved is not None:
+        del line.buffer[: saved.sequence]
+        late = restored(line, saved)
+        late.replay()
+        assert late.state == line.state == (Knowledge.COMPLETE, len(held), [])
+        assert late.index.entries == line.index.entries
 
 
 ROW = ["BlockStored", [100], None, tokens(0), SIZE, None, "GPU", None]
