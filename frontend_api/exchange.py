@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from controlplane.fleet.wire import Result
 from frontend_api import explain, flow, openai
 from frontend_api.account import Account
-from frontend_api.evidence import Cache, Prompt
+from frontend_api.decisions import Kept
+from frontend_api.evidence import Cache, Prompt, Standing
 from frontend_api.legs import AnswerLeg, PrefillLeg
 from frontend_api.openai import Ask, Endpoint, Problem
 from frontend_api.reading import Request
@@ -62,6 +63,7 @@ class Exchange:
         self._over = False
         self._trace = flow.Trace()
         self._cache: Cache | None = None
+        self._standing: Standing | None = None
         self._prompt: Prompt | None = None
         self._flow: flow.Flow | None = None
         headers = request.headers
@@ -99,8 +101,11 @@ class Exchange:
     def _route(self, tokens: array[int] | None) -> None:
         """Begin the flow. `tokens`: of the prompt; None: not known."""
         self.account.tokenised()
-        if tokens is not None and self._cache is not None:
-            self._prompt = self._cache.prompt(tokens, self._ask.salt)
+        cache = self._cache
+        if cache is not None:
+            self._standing = self.router.decisions.standing(cache, self.account.tokenised_at)
+            if tokens is not None:
+                self._prompt = cache.prompt(tokens, self._ask.salt)
         self._flow = flow.serve(self._deployment, self._ask.alone, self._trace, monotonic, self._prompt)
         self.advance(None)
 
@@ -222,15 +227,17 @@ class Exchange:
         if self.connection.exchange is self:
             self.connection.exchange = None
         key = self.request.key
-        self.router.telemetry.record(
-            self.account.record(
-                self.request_id.decode(),
-                self._deployment.name,
-                self.endpoint,
-                key.id if key else "",
-                self._trace,
-                status,
-                result,
-            ),
-            self.account.stages(),
+        account, trace, prompt = self.account, self._trace, self._prompt
+        record = account.record(
+            self.request_id.decode(),
+            self._deployment.name,
+            self.endpoint,
+            key.id if key else "",
+            trace,
+            status,
+            result,
         )
+        stages = account.stages()
+        self.router.telemetry.record(record, stages)
+        tokens = prompt.tokens if prompt is not None else None
+        self.router.decisions.add(Kept(record, trace, self._deployment, self._standing, tokens, stages))

@@ -18,6 +18,7 @@ import msgspec
 from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.wire import RequestRecord, Result, Scope, SnapshotKey
 from frontend_api import openai
+from frontend_api.decisions import Decisions, Telling
 from frontend_api.evidence import Evidence
 from frontend_api.exchange import Exchange
 from frontend_api.openai import ENDPOINTS, OWNED_HEADER, Problem, Shape
@@ -31,7 +32,9 @@ _JSON = b"content-type: application/json\r\n"
 _TEXT = b"content-type: text/plain; version=0.0.4; charset=utf-8\r\n"
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:/=+-]{1,128}")
 _ENDPOINTS = {path.encode(): endpoint for path, endpoint in ENDPOINTS.items()}
-_OPEN = (b"/health", b"/ready", b"/metrics")
+_DECISIONS = b"/debug/decisions"
+_INSIGHTS = (b"/metrics", _DECISIONS)
+_OPEN = (b"/health", b"/ready", *_INSIGHTS)
 _MODELS = b"/v1/models"
 
 
@@ -45,6 +48,7 @@ class Router:
         telemetry: Telemetry,
         *,
         evidence: Evidence | None = None,
+        decisions: Decisions | None = None,
         auth: bool = True,
         silence_seconds: float = 600.0,
         gap_seconds: float = 300.0,
@@ -53,6 +57,7 @@ class Router:
         self.upstreams = upstreams
         self.telemetry = telemetry
         self.evidence = evidence or Evidence(view)
+        self.decisions = decisions or Decisions()
         self.auth = auth
         self.silence_seconds = silence_seconds
         """Longest wait for an engine's first byte."""
@@ -76,8 +81,8 @@ class Router:
         if request.method not in (b"GET", b"HEAD"):
             known = path in _OPEN or path == _MODELS or path.startswith(_MODELS + b"/")
             return Problem(405, "method_not_allowed", "Use GET here.") if known else _no_path(path)
-        if path == b"/metrics":
-            return self._check_metrics(request, peer)
+        if path in _INSIGHTS:
+            return self._check_insight(request, peer)
         if path in _OPEN:
             return None
         if path == _MODELS or path.startswith(_MODELS + b"/"):
@@ -161,8 +166,9 @@ class Router:
             text = request.headers.get(b"x-api-key", b"")
         return self.view.keys.get(sha256(text).hexdigest()) if text else None
 
-    def _check_metrics(self, request: Request, peer: str) -> Problem | None:
-        """Figures are for this machine alone, or for a key with the scope manage. A proxy's clients are not this machine."""
+    def _check_insight(self, request: Request, peer: str) -> Problem | None:
+        """Figures and decisions are for this machine alone, or for a key with the scope manage. A proxy's clients are not this
+        machine."""
         if not self.auth:
             return None
         proxied = b"x-forwarded-for" in request.headers or b"forwarded" in request.headers
@@ -215,6 +221,8 @@ class Router:
             connection.reply(200 if ready else 503, _JSON, body)
         elif path == b"/metrics":
             connection.reply(200, _TEXT, self.telemetry.text(self.view, self.evidence, **self._connections()))
+        elif path == _DECISIONS:
+            self._tell_decisions(request, connection)
         elif path == _MODELS:
             names = sorted(name for name in self.view.deployments if self._may_use(name, request.key))
             listed = {"object": "list", "data": [self._model(name) for name in names]}
@@ -225,6 +233,13 @@ class Router:
                 connection.reply(200, self._headers(request), msgspec.json.encode(self._model(name)))
             else:
                 self.reply_problem(connection, _no_model(name), Shape.PLAIN, _request_id(request))
+
+    def _tell_decisions(self, request: Request, connection: ClientConnection) -> None:
+        try:
+            connection.exchange = Telling(connection, self._headers(request), self.decisions, request.query)
+        except InvalidInput as error:
+            problem = Problem(400, error.code, error.message, error.field)
+            self.reply_problem(connection, problem, Shape.PLAIN, _request_id(request))
 
     def _headers(self, request: Request) -> bytes:
         return b"%bx-request-id: %b\r\n" % (_JSON, _request_id(request))

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from controlplane.fleet.wire import FleetSnapshot
 from frontend_api import listeners
+from frontend_api.decisions import Decisions
 from frontend_api.evidence import Evidence, TokenSource
 from frontend_api.gate import Router
 from frontend_api.kvlisten import Follower, Unusable
@@ -21,6 +22,7 @@ from frontend_api.reading import Limits
 from frontend_api.server import Server
 from frontend_api.shared import Slots
 from frontend_api.telemetry import Telemetry
+from frontend_api.tokencheck import TokenCheck
 from frontend_api.upstream import Upstreams
 from frontend_api.view import View
 
@@ -66,11 +68,13 @@ async def run(
         slots=slots,
         index=index,
     )
+    decisions = Decisions(slots.decisions if slots is not None else None, index)
     router = Router(
         view,
         upstreams,
         telemetry,
         evidence=evidence,
+        decisions=decisions,
         auth=options.auth,
         silence_seconds=options.silence_seconds,
         gap_seconds=options.gap_seconds,
@@ -78,6 +82,9 @@ async def run(
     server = router.server = Server(router, options.limits)
     tasks = [loop.create_task(listeners.run_probes(view)), loop.create_task(_sweeps(server, router))]
     tasks.append(loop.create_task(Follower(evidence, _tokenizer).run()))
+    tasks.append(loop.create_task(TokenCheck(evidence, upstreams, telemetry.count_token_check).run()))
+    if slots is not None and slots.count > 1:
+        tasks.append(loop.create_task(decisions.run()))
     reporter = None
     client = None
     if options.fleet is not None:

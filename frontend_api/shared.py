@@ -13,6 +13,7 @@ from zlib import crc32
 
 import msgspec
 
+from frontend_api.decisions import Board
 from frontend_api.figures import Figures
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ class Slots:
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self.decisions = Board(count)
         self._memory = mmap.mmap(-1, count * SLOT)
         self._last: dict[int, Figures] = {}
 
