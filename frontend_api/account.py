@@ -100,14 +100,20 @@ class Account:
                 return Result.FAILED
         return Result.FAILED if self.usage.output == 0 else Result.OK
 
+    def written(self) -> tuple[int, float]:
+        """Tokens of the stream that came after the first, and the seconds they took."""
+        if not self.first_text_at or self.reader is None:
+            return 0, 0.0
+        return (self.usage.output or self.reader.texts) - 1, self.last_text_at - self.first_text_at
+
     def record(
         self, request_id: str, deployment: str, endpoint: Endpoint, key: str, trace: Trace, status: int, result: Result
     ) -> RequestRecord:
         """The request ends now."""
         now = perf_counter()
-        usage, reader = self.usage, self.reader
-        steps = (usage.output or (reader.texts if reader else 0)) - 1
-        first, last = self.first_text_at, self.last_text_at
+        usage = self.usage
+        steps, seconds = self.written()
+        first = self.first_text_at
         return RequestRecord(
             id=request_id,
             at=time(),
@@ -128,8 +134,8 @@ class Account:
             overlap_tokens=trace.overlap,
             prefill_seconds=self.prefill_seconds,
             ttft=first - self.received_at if first else None,
-            itl_mean=(last - first) / steps if first and steps > 0 else None,
-            longest_gap=self.longest_gap if first and steps > 0 else None,
+            itl_mean=seconds / steps if steps > 0 else None,
+            longest_gap=self.longest_gap if steps > 0 else None,
             e2e=now - self.received_at,
             overhead_us=self.overhead_us,
         )

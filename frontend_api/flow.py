@@ -18,9 +18,10 @@ from collections.abc import Callable, Generator
 from typing import NamedTuple
 
 from controlplane.fleet.wire import OnPrefillFailure
+from frontend_api.costs import Cost, Weighed, fetched
 from frontend_api.evidence import Prompt
 from frontend_api.openai import Problem
-from frontend_api.routing import Choice, Cost, Reason, choose
+from frontend_api.routing import Choice, Reason, choose, explain_costs
 from frontend_api.upstream import Broken
 from frontend_api.view import Deployment, Engine, carrying
 
@@ -62,10 +63,17 @@ class Began(NamedTuple):
     """A good answer is on its way to the client: its first bytes, or all of it."""
 
     whole: bool = False
+    token: bool = True
+    """It has begun with a token: the prompt is computed. A stream of responses is announced before."""
 
 
 class Ended(NamedTuple):
     """The relay of a begun answer is over, well or not; the client has seen it."""
+
+    steps: int = 0
+    """Tokens that came after the first …"""
+    seconds: float = 0.0
+    """… and the time they took."""
 
 
 class Replied(NamedTuple):
@@ -100,26 +108,35 @@ Flow = Generator[Step, Outcome, Verdict]
 class Trace:
     """What happened on the way, for the record and the explanation."""
 
-    __slots__ = ("cause", "costs", "decode", "fallback", "overlap", "prefill", "reason")
+    __slots__ = ("cause", "decode", "explain", "fallback", "overlap", "prefill", "reason", "stranded", "weighed")
 
-    def __init__(self) -> None:
+    def __init__(self, *, explain: bool = False) -> None:
+        self.explain = explain
+        """Weigh the candidates also where tokens are not known and load alone decides."""
         self.prefill: str | None = None
         self.decode: str | None = None
         self.reason = ""
         self.fallback = False
         self.cause = ""
-        self.costs: tuple[Cost, ...] = ()
+        self.weighed: tuple[Weighed, ...] = ()
         self.overlap: int | None = None
         """Tokens that the engine which reads the prompt was expected to have; None: not known."""
+        self.stranded = 0
+        """Prompts whose KV a prefill engine keeps until its lease ends, as no answer came of it."""
 
-    def note(self, choice: Choice) -> None:
+    @property
+    def costs(self) -> tuple[Cost, ...]:
+        """Of each candidate of the last choice, as they were then."""
+        return tuple(cost for weighed in self.weighed for cost in weighed.costs())
+
+    def note(self, choice: Choice, prompt: Prompt | None) -> None:
         self.prefill = choice.prefill.id if choice.prefill else None
         self.decode = choice.decode.id if choice.decode else None
         self.reason = choice.reason.value
-        if choice.costs:
-            reads = choice.prefill or choice.decode
-            self.costs = choice.costs
-            self.overlap = next(cost.overlap for cost in choice.costs if cost.engine is reads)
+        self.weighed = choice.weighed
+        reads = choice.prefill or choice.decode
+        if prompt is not None and reads is not None:
+            self.overlap = prompt.overlap.get(reads, 0)
 
 
 class Reader:
@@ -134,7 +151,7 @@ class Reader:
         lacking = 0
         if prompt is not None:
             lacking = prompt.lacking(engine)
-            self._ahead = engine.queued + lacking
+            self._ahead = engine.queued + engine.others_queued + lacking
             self._began_at = clock()
             prompt.sent(engine, self._began_at)
         self.load = carrying(engine, lacking)
@@ -146,7 +163,7 @@ class Reader:
             now = self._clock()
             self._prompt.computed(self._engine, now)
             if learn:
-                self._engine.learn(self._ahead, now - self._began_at)
+                self._engine.read.learn(self._ahead, now - self._began_at, now)
 
 
 def serve(
@@ -155,15 +172,16 @@ def serve(
     trace: Trace,
     clock: Callable[[], float],
     prompt: Prompt | None = None,
+    session: bytes | None = None,
 ) -> Flow:
     """The legs of one request. `alone`: why it must not be disaggregated. `clock`: monotonic seconds. `prompt`: its tokens
-    and where they lie, if known."""
+    and where they lie, if known. `session`: what it shares with those that are to go the same way."""
     avoid: set[Engine] = set()
     stale: set[Engine] = set()
     unavailable: Problem | PassOn | None = None
     legs = strikes = 0
     while legs < MAX_LEGS and strikes < MAX_STRIKES:
-        choice = choose(deployment, now=clock(), alone=alone, avoid=avoid, prompt=prompt)
+        choice = choose(deployment, now=clock(), alone=alone, avoid=avoid, prompt=prompt, session=session)
         if choice.decode is None:
             if unavailable is not None:  # the record keeps the choice that failed
                 return unavailable
@@ -174,7 +192,9 @@ def serve(
                 trace.reason = choice.reason.value
                 return unavailable or no_prefill(deployment, choice.reason)
             trace.fallback, trace.cause = True, trace.cause or choice.reason.value
-        trace.note(choice)
+        trace.note(choice, prompt)
+        if trace.explain:
+            trace.weighed = explain_costs(deployment, choice, now=clock(), avoid=avoid)
         if choice.prefill is None:
             legs += 1
             reader = Reader(choice.decode, prompt, clock)
@@ -182,9 +202,9 @@ def serve(
                 outcome = yield Decode(choice.decode, None, choice.decode in stale)
                 if isinstance(outcome, Began):
                     choice.decode.answered()
-                    reader.read(learn=not outcome.whole)
+                    reader.read(learn=outcome.token and not outcome.whole)
                     if not outcome.whole:
-                        yield None
+                        _learn_step(choice.decode, (yield None), clock)
                     return None
             strikes += _struck(outcome)
             unavailable = _after(outcome, choice.decode, avoid, stale, clock())
@@ -217,18 +237,24 @@ def serve(
                     return Problem(502, "prefill_failed", "The prefill engine answered without KV parameters.")
                 trace.fallback, trace.cause = True, "no-params"
                 continue
+            trace.stranded += 1
             while decode is not None and legs < MAX_LEGS and clock() - outcome.at < LEASE_SECONDS - LEASE_MARGIN:
                 legs += 1
                 trace.decode = decode.id
+                sent_at = clock()
                 if prompt is not None:
-                    prompt.sent(decode, clock())
+                    prompt.sent(decode, sent_at)
                 with carrying(decode):
                     answer = yield Decode(decode, outcome.params, decode in stale)
                     if isinstance(answer, Began):
                         decode.answered()
                         reading.release()
+                        trace.stranded -= 1
                         if not answer.whole:
-                            yield None
+                            if prompt is not None and answer.token:
+                                now = clock()
+                                decode.pull.learn(fetched(decode, prompt), now - sent_at - decode.step.pace, now)
+                            _learn_step(decode, (yield None), clock)
                         return None
                 strikes += _struck(answer)
                 unavailable = _after(answer, decode, avoid, stale, clock())
@@ -236,9 +262,14 @@ def serve(
                     return unavailable
                 if not isinstance(answer, Lost) or answer.sent:
                     break  # the params may be spent
-                again = choose(deployment, now=clock(), avoid=avoid, prefill=prefill, prompt=prompt)
+                again = choose(deployment, now=clock(), avoid=avoid, prefill=prefill, prompt=prompt, session=session)
                 decode = None if again.fallback else again.decode
     return unavailable or no_engine(deployment)
+
+
+def _learn_step(engine: Engine, outcome: Outcome, clock: Callable[[], float]) -> None:
+    if isinstance(outcome, Ended):
+        engine.step.learn(outcome.steps, outcome.seconds, clock())
 
 
 def _after(outcome: Outcome, engine: Engine, avoid: set[Engine], stale: set[Engine], now: float) -> Problem | PassOn:

@@ -123,7 +123,7 @@ class AnswerLeg:
                 return
             exchange.connection.begin(200, exchange.answer_headers(self._headers) + _STREAM_HEADERS)
             exchange.account.streamed = True
-            exchange.advance(flow.Began())
+            exchange.advance(flow.Began(token=bool(reader.texts)))
         self._whole = last
         exchange.relay(events, last)
 
@@ -144,7 +144,7 @@ class AnswerLeg:
         elif reader.done or reader.failed:
             if not self._whole:
                 exchange.connection.send(b"", last=True)
-            exchange.advance(flow.Ended())
+            exchange.advance(flow.Ended(*exchange.account.written()))
         else:
             self._break_off("The engine ended the stream before the answer was whole.")
 

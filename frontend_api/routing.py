@@ -1,23 +1,33 @@
 """Which engines serve a request. Pure: engines with their loads in, a choice and its reason out.
 
-Every mode is an order over the engines of one pool, smallest first; ties go to the engine taken longest ago, so that a
-newcomer is not flooded. What cannot be disaggregated, and why, is named here too.
+Where tokens are known, whatever can be done is weighed in seconds (`costs`): the prompts that wait at an engine, the tokens
+of this one that it lacks and computes or fetches, the streams that run there and those that would stall. Load is part of
+the sum, so a hot prefix moves on before its engine drowns. Reading the prompt elsewhere is one way to serve it; the cheapest
+is taken. Without tokens a mode is an order over the engines of one pool, and what can be disaggregated is.
 
-Where tokens are known the order is a cost in seconds: the prompts that wait at an engine, the tokens of this one that it
-lacks, and the streams that run there. Load is part of the sum, so a hot prefix moves on before its engine drowns. A prompt
-that may be disaggregated is: whether computing it on the decode engine would be cheaper is not asked.
+Ties go to the engine taken longest ago, so that a newcomer is not flooded. A session's requests stay together by a hash that
+every router computes alike: in an order they go to the session's engine until that carries clearly more than the others; by
+cost, where costs are as good as equal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from enum import StrEnum
-from random import getrandbits
+from math import exp, inf
+from operator import attrgetter
+from random import random
 from typing import NamedTuple
 
-from controlplane.fleet.wire import RoutingMode
+from xxhash import xxh3_64_intdigest
+
+from controlplane.fleet.wire import Disaggregate, RoutingMode
+from frontend_api.costs import Cost, Part, Weighed
 from frontend_api.evidence import CACHE_AWARE, Prompt
 from frontend_api.view import Deployment, Engine, Health
+
+Chance = Callable[[], float]
+"""Gives 0 ≤ number < 1."""
 
 
 class Reason(StrEnum):
@@ -34,6 +44,16 @@ class Reason(StrEnum):
     """No engine has any of the prompt: load decides."""
     NO_TOKENS = "no-tokens"
     """The prompt's tokens are not known: load alone decides."""
+    AFFINITY = "affinity"
+    """The engine of the request's session; in the KV modes: one of several that cost as good as the same."""
+    SESSION_MOVED = "session-moved"
+    """The session's engine carries clearly more than the least loaded one: load wins."""
+    TEMPERATURE = "temperature"
+    """Chance took an engine that is not the cheapest, as the policy's temperature allows."""
+    LOCAL_CHEAPER = "local-cheaper"
+    """Computing the prompt where it is answered costs less than another engine's doing so and the transfer."""
+    LOCAL_BELOW_THRESHOLD = "local-below-threshold"
+    """The answering engine lacks fewer tokens than the policy's `local_below_tokens`: it computes them itself."""
     AGGREGATED = "aggregated"
     """The deployment has only aggregated engines."""
     RELAYED = "relayed"
@@ -57,32 +77,8 @@ class Reason(StrEnum):
     PAIRS_BROKEN = "pairs-broken"
     """Every usable prefill engine's KV transfer to every usable decode engine failed its probe."""
     NO_ENGINE = "no-engine"
-
-
-class Cost(NamedTuple):
-    """What a prompt would cost at one engine, in seconds by part. The smallest is the best, and no two are equal."""
-
-    total: float
-    turn: int
-    """When the engine was taken last."""
-    position: int
-    engine: Engine
-    overlap: int
-    """Tokens that it has."""
-    queue: float
-    """Prompts that wait or are being read there."""
-    compute: float
-    """The tokens it lacks."""
-    transfer: float
-    """The same tokens, where they come from a prefill engine."""
-    streams: float
-    """The requests that run there."""
-
-
-STREAM_SECONDS = 0.02
-"""What one more request beside it costs a request: about one step of the others, again and again."""
-TRANSFER_PACE = 1e-5
-"""Seconds per token of a KV transfer: 128 KiB per token at 13 GB/s. The same for all engines until links are measured."""
+    ENGINES_FULL = "engines-full"
+    """Every engine that could serve has as many requests as it may have: this one has to wait."""
 
 
 class Choice(NamedTuple):
@@ -92,39 +88,49 @@ class Choice(NamedTuple):
     reason: Reason
     fallback: bool = False
     """It should have been disaggregated and is not."""
-    costs: tuple[Cost, ...] = ()
-    """Of every engine that was weighed, where tokens are known."""
+    weighed: tuple[Weighed, ...] = ()
+    """What was weighed where tokens are known, as it was then."""
+
+    @property
+    def costs(self) -> tuple[Cost, ...]:
+        """Of every engine that was weighed, in each part that it could have had."""
+        return tuple(cost for weighed in self.weighed for cost in weighed.costs())
+
+
+NEAR = 1.05
+NEAR_SECONDS = 0.001
+"""Costs within these of the smallest are as good as equal: the session decides."""
+SESSION_SLACK = 4
+"""Requests that a session's engine may have more than half again as many as the least loaded one has."""
+
+_IN_MODE = (Reason.AGGREGATED, Reason.NO_PREFILL_POOL)
+"""Reasons to be alone that are nothing special: what decided between several engines tells more."""
+_SESSIONS = (Reason.AFFINITY, Reason.SESSION_MOVED)
+_REASONS = {
+    RoutingMode.LEAST_LOAD: Reason.LEAST_LOAD,
+    RoutingMode.ROUND_ROBIN: Reason.ROUND_ROBIN,
+    RoutingMode.RANDOM: Reason.RANDOM,
+    RoutingMode.KV: Reason.NO_TOKENS,
+    RoutingMode.KV_APPROXIMATE: Reason.NO_TOKENS,
+}
+
+_by_turn = attrgetter("last_taken")
 
 
 def _by_load(engine: Engine) -> tuple[int, int]:
-    return engine.in_flight, engine.last_taken
-
-
-def _by_turn(engine: Engine) -> tuple[int, int]:
-    return 0, engine.last_taken
-
-
-def _by_chance(engine: Engine) -> tuple[int, int]:
-    return getrandbits(32), 0
-
-
-ORDERS: dict[RoutingMode, tuple[Callable[[Engine], tuple[int, int]], Reason]] = {
-    RoutingMode.LEAST_LOAD: (_by_load, Reason.LEAST_LOAD),
-    RoutingMode.ROUND_ROBIN: (_by_turn, Reason.ROUND_ROBIN),
-    RoutingMode.RANDOM: (_by_chance, Reason.RANDOM),
-    RoutingMode.KV: (_by_load, Reason.NO_TOKENS),
-    RoutingMode.KV_APPROXIMATE: (_by_load, Reason.NO_TOKENS),
-}
+    return engine.in_flight + engine.others, engine.last_taken
 
 
 def usable(pool: Sequence[Engine], avoid: Collection[Engine], now: float) -> Sequence[Engine]:
-    """The engines of a pool that may be tried, best kind only: healthy, else suspect, else down but not hanging."""
+    """The engines of a pool that may be tried, best kind only: healthy, else suspect, else overloaded, else down but not
+    hanging."""
     up = Health.UP
     healthy = [engine for engine in pool if engine.health is up and not engine.spec.suspect]
     if len(healthy) == len(pool) and not avoid:
         return pool
     healthy = []
     suspect = []
+    overloaded = []
     last = []
     for engine in pool:
         if engine in avoid:
@@ -134,65 +140,23 @@ def usable(pool: Sequence[Engine], avoid: Collection[Engine], now: float) -> Seq
                 last.append(engine)
         elif engine.health is Health.HALF_OPEN and engine.in_flight:
             last.append(engine)
+        elif engine.health is Health.OVERLOADED and engine.retry_at > now:
+            overloaded.append(engine)
         elif engine.spec.suspect:
             suspect.append(engine)
         else:
             healthy.append(engine)
-    return healthy or suspect or last
+    return healthy or suspect or overloaded or last
 
 
-def weigh(pool: Sequence[Engine], prompt: Prompt, *, transferred: bool) -> list[Cost]:
-    """What the prompt would cost at each engine. `transferred`: what one lacks is computed elsewhere and comes over the link."""
-    costs: list[Cost] = []
-    new, add = tuple.__new__, costs.append
-    tokens, overlaps = prompt.tokens, prompt.overlap
-    compute = transfer = 0.0
-    for position, engine in enumerate(pool):
-        overlap = overlaps.get(engine, 0)
-        pace = engine.pace
-        if transferred:
-            transfer = (tokens - overlap or 1) * TRANSFER_PACE
-        else:
-            compute = (tokens - overlap or 1) * pace
-        queue = engine.queued * pace
-        streams = engine.in_flight * STREAM_SECONDS
-        total = queue + compute + transfer + streams
-        # the class's own constructor takes twice as long
-        add(new(Cost, (total, engine.last_taken, position, engine, overlap, queue, compute, transfer, streams)))
-    return costs
+class _Asked(NamedTuple):
+    """What decides between the engines of a pool, beside these."""
 
-
-def _why(costs: Sequence[Cost], taken: Cost) -> Reason:
-    most = max([cost.overlap for cost in costs])
-    if not most:
-        return Reason.NO_OVERLAP
-    return Reason.OVERLAP if taken.overlap == most else Reason.LOAD_WINS
-
-
-def _first(pool: Sequence[Engine], order: Callable[[Engine], tuple[int, int]]) -> Engine:
-    return pool[0] if len(pool) == 1 else min(pool, key=order)
-
-
-class _Ranked(NamedTuple):
-    """A pool in the order of one request."""
-
-    engines: Sequence[Engine]
-    order: Callable[[Engine], tuple[int, int]]
-    reason: Reason
-    costs: Sequence[Cost]
-
-    def best(self) -> tuple[Engine, Reason]:
-        if self.costs:
-            cost = min(self.costs)
-            return cost.engine, _why(self.costs, cost)
-        return _first(self.engines, self.order), self.reason
-
-    def all(self) -> list[Engine]:
-        return [cost.engine for cost in sorted(self.costs)] if self.costs else sorted(self.engines, key=self.order)
-
-
-def _rank(pool: Sequence[Engine], mode: RoutingMode, prompt: Prompt | None, transferred: bool = False) -> _Ranked:
-    return _Ranked(pool, *ORDERS[mode], weigh(pool, prompt, transferred=transferred) if prompt is not None else ())
+    mode: RoutingMode
+    temperature: float
+    prompt: Prompt | None
+    session: bytes | None
+    chance: Chance
 
 
 def choose(
@@ -203,12 +167,42 @@ def choose(
     avoid: Collection[Engine] = (),
     prefill: Engine | None = None,
     prompt: Prompt | None = None,
+    session: bytes | None = None,
+    chance: Chance = random,
 ) -> Choice:
-    """Where a request goes. `alone`: why it must not be disaggregated. `prefill`: the engine that holds its KV already."""
-    mode = deployment.routing.mode
-    answering = usable(deployment.answering, avoid, now)
+    """Where a request goes. `alone`: why it must not be disaggregated. `prefill`: the engine that holds its KV already.
+    `session`: what it has in common with others that are to go the same way."""
+    policy = deployment.routing
+    asked = _Asked(policy.mode, policy.temperature, prompt, session, chance)
+    limit = policy.max_in_flight
+    choice = _choose(deployment, asked, now, alone, avoid, prefill, limit)
+    if limit is None or (choice.decode is not None and not choice.fallback):
+        return choice
+    wanted = _choose(deployment, asked, now, alone, avoid, prefill, None)
+    if wanted.decode is None or (wanted.fallback and choice.decode is not None):
+        return choice
+    if wanted.prefill is None and wanted.decode.load < limit:
+        return wanted  # prefill engines are full and not needed
+    return Choice(None, None, Reason.ENGINES_FULL)
+
+
+def _with_room(pool: Sequence[Engine], limit: int | None) -> Sequence[Engine]:
+    return pool if limit is None else [engine for engine in pool if engine.in_flight + engine.others < limit]
+
+
+def _choose(
+    deployment: Deployment,
+    asked: _Asked,
+    now: float,
+    alone: Reason | None,
+    avoid: Collection[Engine],
+    prefill: Engine | None,
+    limit: int | None,
+) -> Choice:
+    """Among the engines with fewer than `limit` requests."""
+    answering = _with_room(usable(deployment.answering, avoid, now), limit)
     if alone is Reason.RELAYED and not answering:
-        answering = usable(deployment.prefill, avoid, now)
+        answering = _with_room(usable(deployment.prefill, avoid, now), limit)
     if not answering:
         return Choice(None, None, Reason.NO_ENGINE)
     if alone is None and not deployment.decode:
@@ -216,38 +210,188 @@ def choose(
     if alone is None and not deployment.wants_prefill and not deployment.prefill:
         alone = Reason.NO_PREFILL_POOL
     if alone is not None:
-        return _alone(answering, mode, prompt, alone)
-    prefills = (prefill,) if prefill is not None else usable(deployment.prefill, avoid, now)
+        return _alone(answering, asked, alone)
+    prefills = (prefill,) if prefill is not None else _with_room(usable(deployment.prefill, avoid, now), limit)
     if not prefills:
-        return _alone(answering, mode, prompt, Reason.PREFILL_UNAVAILABLE, fallback=True)
-    if prompt is None and not deployment.broken_pairs:  # the same as below, in a quarter of the time
-        order, reason = ORDERS[mode]
-        return Choice(_first(prefills, order), _first(answering, order), reason)
-    reading = _rank(prefills, mode, prompt)
-    writing = _rank(answering, mode, prompt, True)
-    broken = deployment.broken_pairs
-    costs = (*reading.costs, *writing.costs)
-    if not broken:
-        first, reason = reading.best()
-        return Choice(first, writing.best()[0], reason, False, costs)
-    for first in reading.all():
-        for second in writing.all():
-            if (first.id, second.id) not in broken:
-                reason = next((_why(reading.costs, c) for c in reading.costs if c.engine is first), reading.reason)
-                return Choice(first, second, reason, False, costs)
-    return _alone(answering, mode, prompt, Reason.PAIRS_BROKEN, fallback=True)
-
-
-def _alone(
-    answering: Sequence[Engine], mode: RoutingMode, prompt: Prompt | None, reason: Reason, *, fallback: bool = False
-) -> Choice:
-    """One engine reads and answers. What decided between several is the reason where being alone is nothing special."""
+        return _alone(answering, asked, Reason.PREFILL_UNAVAILABLE, fallback=True)
+    prompt = asked.prompt
     if prompt is None:
-        order, why = ORDERS[mode]
-        in_mode = reason in (Reason.AGGREGATED, Reason.NO_PREFILL_POOL) and mode in CACHE_AWARE
-        return Choice(None, _first(answering, order), why if in_mode else reason, fallback)
-    ranked = _rank(answering, mode, prompt)
-    taken, why = ranked.best()
-    if reason in (Reason.AGGREGATED, Reason.NO_PREFILL_POOL) and mode in CACHE_AWARE:
-        reason = why
-    return Choice(None, taken, reason, fallback, tuple(ranked.costs))
+        choice = _pair_by_order(prefills, answering, asked, deployment.broken_pairs)
+    else:
+        choice = _pair_by_cost(deployment, prefills, answering, asked, prompt, held=prefill is not None)
+    return choice or _alone(answering, asked, Reason.PAIRS_BROKEN, fallback=True)
+
+
+def explain_costs(
+    deployment: Deployment, choice: Choice, *, now: float, avoid: Collection[Engine] = ()
+) -> tuple[Weighed, ...]:
+    """What a choice just made would have been weighed by: its own columns, or those of load where tokens are not known."""
+    if choice.weighed or choice.decode is None:
+        return choice.weighed
+    answering = usable(deployment.answering, avoid, now)
+    if choice.prefill is None:
+        return (Weighed(answering, Part.ALONE, None),)
+    prefills = usable(deployment.prefill, avoid, now)
+    return Weighed(prefills, Part.PREFILL, None), Weighed(answering, Part.DECODE, None)
+
+
+def _alone(answering: Sequence[Engine], asked: _Asked, reason: Reason, *, fallback: bool = False) -> Choice:
+    """One engine reads and answers."""
+    if asked.prompt is None:
+        taken, why = _first(answering, asked)
+        tells = reason in _IN_MODE and (asked.mode in CACHE_AWARE or why in _SESSIONS)
+        return Choice(None, taken, why if tells else reason, fallback)
+    local = Weighed(answering, Part.ALONE, asked.prompt)
+    row, why = _pick(local, asked, asked.prompt)
+    return Choice(None, answering[row], why if reason in _IN_MODE else reason, fallback, (local,))
+
+
+# ---- where tokens are not known
+
+
+def _pair_by_order(
+    prefills: Sequence[Engine], answering: Sequence[Engine], asked: _Asked, broken: Collection[tuple[str, str]]
+) -> Choice | None:
+    while prefills:
+        first, reason = _first(prefills, asked)
+        partners = [e for e in answering if (first.id, e.id) not in broken] if broken else answering
+        if partners:
+            second, other = _first(partners, asked)
+            return Choice(first, second, _telling(reason, other))
+        prefills = [engine for engine in prefills if engine is not first]
+    return None
+
+
+def _first(pool: Sequence[Engine], asked: _Asked) -> tuple[Engine, Reason]:
+    if asked.session is not None and len(pool) > 1:
+        return _of_session(pool, asked.session)
+    mode = asked.mode
+    if len(pool) == 1:
+        engine = pool[0]
+    elif mode is RoutingMode.ROUND_ROBIN:
+        engine = min(pool, key=_by_turn)
+    elif mode is RoutingMode.RANDOM:
+        engine = pool[int(asked.chance() * len(pool))]
+    else:
+        engine = min(pool, key=_by_load)
+    return engine, _REASONS[mode]
+
+
+def _of_session(pool: Sequence[Engine], session: bytes) -> tuple[Engine, Reason]:
+    """The engine with the highest hash of the session, of those that do not carry too much: an engine that leaves moves its
+    own sessions and no other's."""
+    loads = [engine.in_flight + engine.others for engine in pool]
+    least = min(loads)
+    most = least + least // 2 + SESSION_SLACK
+    home = _home(pool, session)
+    if home.in_flight + home.others <= most:
+        return home, Reason.AFFINITY
+    spare = [engine for engine, load in zip(pool, loads, strict=True) if load <= most]
+    return _home(spare, session), Reason.SESSION_MOVED
+
+
+def _home(pool: Sequence[Engine], session: bytes) -> Engine:
+    return max(pool, key=lambda engine: xxh3_64_intdigest(session, engine.seed))
+
+
+def _telling(first: Reason, second: Reason) -> Reason:
+    """The reason of a pair: prefill's, unless only decode's was the session's."""
+    return second if second in _SESSIONS and first not in _SESSIONS else first
+
+
+# ---- where tokens are known
+
+
+def _pair_by_cost(
+    deployment: Deployment,
+    prefills: Sequence[Engine],
+    answering: Sequence[Engine],
+    asked: _Asked,
+    prompt: Prompt,
+    *,
+    held: bool,
+) -> Choice | None:
+    """The cheapest way to serve a prompt. `held`: the prefill engine has computed it; only the answer is to be placed."""
+    policy = deployment.routing
+    read, fetch = Weighed(prefills, Part.PREFILL, prompt), Weighed(answering, Part.DECODE, prompt)
+    broken = deployment.broken_pairs
+    rows = _cheapest_pair(read, fetch, broken) if broken else None
+    if broken and rows is None:
+        return None
+    weighed: tuple[Weighed, ...] = (read, fetch)
+    if not held and policy.local_below_tokens:
+        small = [e for e in answering if prompt.lacking(e) < policy.local_below_tokens]
+        if small:
+            local = Weighed(small, Part.ALONE, prompt)
+            row, _ = _pick(local, asked, prompt)
+            return Choice(None, small[row], Reason.LOCAL_BELOW_THRESHOLD, False, (*weighed, local))
+    if not held and policy.disaggregate is Disaggregate.AUTO:
+        local = Weighed(answering, Part.LOCAL, prompt)
+        weighed = (read, fetch, local)
+        remote = read.totals[rows[0]] + fetch.totals[rows[1]] if rows else min(read.totals) + min(fetch.totals)
+        if min(local.totals) < remote:
+            row, _ = _pick(local, asked, prompt)
+            return Choice(None, answering[row], Reason.LOCAL_CHEAPER, False, weighed)
+    (one, reason), (two, other) = _pick(read, asked, prompt), _pick(fetch, asked, prompt)
+    if rows and (prefills[one].id, answering[two].id) in broken:
+        (one, two), reason, other = rows, _why(read, rows[0], prompt), _why(fetch, rows[1], prompt)
+    return Choice(prefills[one], answering[two], _telling(reason, other), False, weighed)
+
+
+def _pick(weighed: Weighed, asked: _Asked, prompt: Prompt) -> tuple[int, Reason]:
+    """A row of the pool, and why that."""
+    totals, engines = weighed.totals, weighed.engines
+    if len(totals) == 1:
+        return 0, _why(weighed, 0, prompt)
+    least = min(totals)
+    if asked.session is not None:
+        limit = least * NEAR + NEAR_SECONDS
+        near = [row for row, total in enumerate(totals) if total <= limit]
+        if len(near) > 1:
+            home = _home([engines[row] for row in near], asked.session)
+            return engines.index(home), Reason.AFFINITY
+    if asked.temperature:
+        row = _drawn(totals, least, asked)
+        if totals[row] > least:
+            return row, Reason.TEMPERATURE
+    elif totals.count(least) == 1:
+        row = totals.index(least)
+    else:
+        row = min((r for r, total in enumerate(totals) if total == least), key=lambda r: engines[r].last_taken)
+    return row, _why(weighed, row, prompt)
+
+
+def _why(weighed: Weighed, row: int, prompt: Prompt) -> Reason:
+    lacking = weighed.lacking
+    fewest = min(lacking)
+    if fewest >= prompt.tokens:
+        return Reason.NO_OVERLAP
+    return Reason.OVERLAP if lacking[row] == fewest else Reason.LOAD_WINS
+
+
+def _drawn(totals: Sequence[float], least: float, asked: _Asked) -> int:
+    """Softmax over the costs scaled to 0…1, the cheapest the likeliest."""
+    span = max(totals) - least or 1.0
+    weights = [exp((least - total) / span / asked.temperature) for total in totals]
+    left = asked.chance() * sum(weights)
+    for row, weight in enumerate(weights):
+        left -= weight
+        if left < 0:
+            return row
+    return totals.index(least)
+
+
+def _cheapest_pair(read: Weighed, fetch: Weighed, broken: Collection[tuple[str, str]]) -> tuple[int, int] | None:
+    """The rows of the cheapest pair whose transfer works."""
+    best, found = inf, None
+    seconds = fetch.sorted()
+    for one in read.sorted():
+        cost = read.totals[one]
+        if cost + fetch.totals[seconds[0]] >= best:
+            break
+        for two in seconds:
+            if (read.engines[one].id, fetch.engines[two].id) not in broken:
+                if cost + fetch.totals[two] < best:
+                    best, found = cost + fetch.totals[two], (one, two)
+                break
+    return found

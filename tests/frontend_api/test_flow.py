@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.fleet.model import Role
-from controlplane.fleet.wire import OnPrefillFailure, RoutingPolicy, SnapshotDeployment, SnapshotEngine
+from controlplane.fleet.wire import Disaggregate, OnPrefillFailure, RoutingPolicy, SnapshotDeployment, SnapshotEngine
 from frontend_api.evidence import Cache, Prompt
 from frontend_api.flow import (
     LEASE_MARGIN,
@@ -29,22 +29,24 @@ from frontend_api.flow import (
     serve,
 )
 from frontend_api.openai import Problem
+from frontend_api.rates import USUAL_READ
 from frontend_api.routing import Reason
 from frontend_api.upstream import Broken
-from frontend_api.view import PACE_WEIGHT, USUAL_PACE, Deployment, Engine, Health
+from frontend_api.view import Deployment, Engine, Health
 
 P = b'{"remote":1}'
 REFUSED = Lost(Broken.CONNECT, False)
 RESET = Lost(Broken.RESET, True)
 STALE = Lost(Broken.STALE, True)
-FAIL = RoutingPolicy(on_prefill_failure=OnPrefillFailure.FAIL)
+ALWAYS = RoutingPolicy(disaggregate=Disaggregate.ALWAYS)
+FAIL = RoutingPolicy(on_prefill_failure=OnPrefillFailure.FAIL, disaggregate=Disaggregate.ALWAYS)
 
 
 def fleet(*names: str, policy: RoutingPolicy | None = None, **more: Any) -> Deployment:
     """Engines by name: p0, d0 …, a0 …"""
     roles = {"p": Role.PREFILL, "d": Role.DECODE, "a": Role.AGGREGATED}
     engines = tuple(Engine(SnapshotEngine(id=n, name=n, attempt=1, role=roles[n[0]], url="http://x")) for n in names)
-    return Deployment(SnapshotDeployment(name="x", served_name="m", routing=policy or RoutingPolicy(), **more), engines)
+    return Deployment(SnapshotDeployment(name="x", served_name="m", routing=policy or ALWAYS, **more), engines)
 
 
 def load(deployment: Deployment) -> dict[str, int]:
@@ -215,7 +217,7 @@ def test_what_is_computed_no_longer_waits_and_teaches_the_engines_pace() -> None
     clock.now += 50.0
     flow.send(prefilled(clock))
     assert (prefill.queued, prefill.in_flight) == (0, 1)
-    assert prefill.pace == pytest.approx(USUAL_PACE + PACE_WEIGHT * (0.01 - USUAL_PACE))
+    assert prefill.read.pace == pytest.approx(0.01, rel=0.1)
     flow.close()
     for whole, learned in ((True, False), (False, True)):
         deployment = fleet("a0")
@@ -227,7 +229,7 @@ def test_what_is_computed_no_longer_waits_and_teaches_the_engines_pace() -> None
         except StopIteration:
             assert whole
         assert deployment.aggregated[0].queued == 0
-        assert (deployment.aggregated[0].pace != USUAL_PACE) is learned, (
+        assert (deployment.aggregated[0].read.pace != USUAL_READ) is learned, (
             "the time of a whole answer is not its prompt's"
         )
         flow.close()
@@ -238,7 +240,7 @@ OUTCOMES = st.sampled_from(["began", "kv", "nokv", "refused", "reset", "stale", 
 
 @given(
     st.sampled_from([("a0",), ("a0", "a1"), ("p0", "d0"), ("p0", "p1", "d0", "d1"), ("p0",), ("d0",), ()]),
-    st.sampled_from([RoutingPolicy(), FAIL]),
+    st.sampled_from([RoutingPolicy(), ALWAYS, FAIL]),
     st.lists(OUTCOMES, max_size=12),
     st.booleans(),
 )

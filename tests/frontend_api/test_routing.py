@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controlplane.fleet.wire import RoutingMode, RoutingPolicy
+from controlplane.fleet.wire import Disaggregate, RoutingMode, RoutingPolicy
 from frontend_api.evidence import Cache, Prompt
-from frontend_api.routing import STREAM_SECONDS, TRANSFER_PACE, Reason, choose
-from frontend_api.view import USUAL_PACE, Deployment, Engine, carrying
+from frontend_api.rates import USUAL_PULL, USUAL_READ, USUAL_STEP
+from frontend_api.routing import Reason, choose
+from frontend_api.view import Deployment, Engine, carrying
 from tests.frontend_api.test_flow import fleet
 
 ROUND_ROBIN = RoutingPolicy(mode=RoutingMode.ROUND_ROBIN)
@@ -100,7 +102,7 @@ def test_random_takes_any() -> None:
     assert choose(fleet("p0", "d0", policy=RoutingPolicy(mode=RoutingMode.RANDOM)), now=0.0).reason is Reason.RANDOM
 
 
-KV = RoutingPolicy(mode=RoutingMode.KV)
+KV = RoutingPolicy(mode=RoutingMode.KV, disaggregate=Disaggregate.ALWAYS)
 
 
 def asked(deployment: Deployment, tokens: int, **overlap: int) -> Prompt:
@@ -112,19 +114,20 @@ def asked(deployment: Deployment, tokens: int, **overlap: int) -> Prompt:
 def test_every_candidate_is_told_with_its_parts_in_seconds() -> None:
     deployment = fleet("p0", "p1", "d0", "d1", policy=KV)
     p0, p1 = deployment.prefill
-    p0.learn(1_000, 10.0)
+    p0.read.learn(1_000, 10.0, 0.0)
     with carrying(p0, 500), carrying(deployment.decode[1]):
         choice = choose(deployment, now=0.0, prompt=asked(deployment, 1_000, p0=400, d1=960))
         told = {c.engine.id: (c.overlap, c.queue, c.compute, c.transfer, c.streams) for c in choice.costs}
         assert told == {
-            "p0": (400, 500 * p0.pace, 600 * p0.pace, 0.0, STREAM_SECONDS),
-            "p1": (0, 0.0, 1_000 * USUAL_PACE, 0.0, 0.0),
-            "d0": (0, 0.0, 0.0, 1_000 * TRANSFER_PACE, 0.0),
-            "d1": (960, 0.0, 0.0, 40 * TRANSFER_PACE, STREAM_SECONDS),
+            "p0": (400, 500 * p0.read.pace, 600 * p0.read.pace, 0.0, USUAL_STEP),
+            "p1": (0, 0.0, 1_000 * USUAL_READ, 0.0, 0.0),
+            "d0": (0, 0.0, 0.0, 1_008 * USUAL_PULL, 0.0),
+            "d1": (960, 0.0, 0.0, 48 * USUAL_PULL, USUAL_STEP),
         }
-        assert all(c.total == c.queue + c.compute + c.transfer + c.streams for c in choice.costs)
+        for c in choice.costs:
+            assert c.total == pytest.approx(c.queue + c.compute + c.transfer + c.stalls + c.streams)
         assert (choice.prefill, choice.decode, choice.reason) == (p1, deployment.decode[0], Reason.LOAD_WINS)
-    assert p0.pace > USUAL_PACE
+    assert p0.read.pace > USUAL_READ
     assert (p0.queued, p0.in_flight) == (0, 0)
 
 
@@ -162,7 +165,7 @@ def test_a_hot_prefix_leaves_its_engine_before_that_drowns() -> None:
         running.append(carrying(choice.decode, 24).__enter__())
     counts = {e.id: e.in_flight for e in deployment.aggregated}
     assert counts["a0"] > counts["a1"] >= 20
-    assert counts["a0"] - counts["a1"] <= 2_000 * USUAL_PACE / STREAM_SECONDS + 1
+    assert counts["a0"] - counts["a1"] <= 2_000 * USUAL_READ / USUAL_STEP + 1
     assert abs(counts["a1"] - counts["a2"]) <= 1
     for load in running:
         load.release()
@@ -195,7 +198,7 @@ def test_a_reason_to_be_alone_is_kept() -> None:
     prompt = asked(deployment, 1_000, d1=800)
     choice = choose(deployment, now=0.0, prompt=prompt, alone=Reason.PROMPT_LOGPROBS)
     assert (choice.prefill, choice.decode, choice.reason) == (None, deployment.decode[1], Reason.PROMPT_LOGPROBS)
-    assert [c.compute for c in choice.costs] == [1_000 * USUAL_PACE, 200 * USUAL_PACE]
+    assert [c.compute for c in choice.costs] == [1_000 * USUAL_READ, 200 * USUAL_READ]
 
 
 NAMES = st.lists(st.sampled_from(["p0", "p1", "p2", "d0", "d1", "d2"]), unique=True, max_size=6)
@@ -206,7 +209,9 @@ PAIRS = st.lists(st.tuples(st.sampled_from(["p0", "p1", "p2"]), st.sampled_from(
 def test_a_choice_is_never_broken_or_avoided_and_is_made_when_it_can_be(
     names: list[str], broken: list[tuple[str, str]], bad: set[str], mode: RoutingMode, known: bool
 ) -> None:
-    deployment = fleet(*names, broken_pairs=tuple(broken), policy=RoutingPolicy(mode=mode))
+    deployment = fleet(
+        *names, broken_pairs=tuple(broken), policy=RoutingPolicy(mode=mode, disaggregate=Disaggregate.ALWAYS)
+    )
     avoid = {e for e in (*deployment.prefill, *deployment.decode) if e.id in bad}
     prompt = asked(deployment, 500, **dict.fromkeys(names[:2], 64)) if known else None
     choice = choose(deployment, now=0.0, avoid=avoid, prompt=prompt)
