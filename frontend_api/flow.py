@@ -6,6 +6,8 @@ Retry and fallback rules live here, once:
 * An engine's own refusal of the request (4xx) goes to the client and says nothing about the engine.
 * KV params serve one sequence, once: after a decode leg that may have reached an engine they are spent, and older than
   the lease they may point at another prompt's KV. In both cases the prompt is prefilled again.
+* An engine that answers that it has too much to do (429, 503) is left alone for a while, and another is tried.
+* Where every engine has as many requests as it may, the request waits until one may have room.
 * A prefill leg that gives no params ends in a fallback to decode alone or in an error, as the deployment's policy says.
 
 Each engine carries the request from before its connection (`carrying`); the prefill engine until decode's first byte, as
@@ -15,11 +17,13 @@ its KV is still being read. Closing the generator, in whatever state, gives all 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from math import ceil
 from typing import NamedTuple
 
 from controlplane.fleet.wire import OnPrefillFailure
 from frontend_api.costs import Cost, Weighed, fetched
 from frontend_api.evidence import Prompt
+from frontend_api.loads import Loads
 from frontend_api.openai import Problem
 from frontend_api.routing import Choice, Reason, choose, explain_costs
 from frontend_api.upstream import Broken
@@ -35,6 +39,8 @@ MAX_LEGS = 6
 MAX_STRIKES = 2
 """Engines that one request may have reached and got no answer from: it may be the request that breaks them."""
 RETRY_AFTER = 2
+OVERLOAD = (429, 503)
+"""What an engine answers that has too much to do."""
 
 
 class Prefill(NamedTuple):
@@ -49,7 +55,14 @@ class Decode(NamedTuple):
     fresh: bool
 
 
-Step = Prefill | Decode | None
+class Wait(NamedTuple):
+    """Until there may be room."""
+
+    alone: bool
+    """For an answering engine only."""
+
+
+Step = Prefill | Decode | Wait | None
 """None: nothing to start; wait for the end of the stream that has begun."""
 
 
@@ -81,6 +94,8 @@ class Replied(NamedTuple):
 
     status: int
     body: bytes
+    retry_after: float | None = None
+    """Seconds that it asks for."""
 
 
 class Lost(NamedTuple):
@@ -90,7 +105,22 @@ class Lost(NamedTuple):
     sent: bool
 
 
-Outcome = Prefilled | Began | Ended | Replied | Lost | None
+class Room(NamedTuple):
+    """One that waits may choose anew."""
+
+    deployment: Deployment | None
+    """As it is now; None: it is gone."""
+    prompt: Prompt | None
+    """With what the engines have of it now."""
+
+
+class NoRoom(NamedTuple):
+    """One that should wait, or has waited, may not (any more)."""
+
+    message: str
+
+
+Outcome = Prefilled | Began | Ended | Replied | Lost | Room | NoRoom | None
 
 
 class PassOn(NamedTuple):
@@ -98,6 +128,12 @@ class PassOn(NamedTuple):
 
     status: int
     body: bytes
+    retry_after: int | None = None
+
+    @property
+    def final(self) -> bool:
+        """It is the request's fault: no other engine would answer otherwise."""
+        return self.status < 500 and self.status not in OVERLOAD
 
 
 Verdict = Problem | PassOn | None
@@ -173,15 +209,31 @@ def serve(
     clock: Callable[[], float],
     prompt: Prompt | None = None,
     session: bytes | None = None,
+    loads: Loads | None = None,
+    queued: bool = False,
 ) -> Flow:
     """The legs of one request. `alone`: why it must not be disaggregated. `clock`: monotonic seconds. `prompt`: its tokens
-    and where they lie, if known. `session`: what it shares with those that are to go the same way."""
+    and where they lie, if known. `session`: what it shares with those that are to go the same way. `loads`: of the other
+    routers, to be looked at again where engines have limits. `queued`: others wait already, it is to wait behind them."""
     avoid: set[Engine] = set()
     stale: set[Engine] = set()
     unavailable: Problem | PassOn | None = None
     legs = strikes = 0
     while legs < MAX_LEGS and strikes < MAX_STRIKES:
+        if queued:
+            told = yield Wait(alone is not None)
+            if not isinstance(told, Room):
+                assert isinstance(told, NoRoom)
+                trace.reason = Reason.ENGINES_FULL.value
+                return Problem(429, "engines_busy", told.message, None, RETRY_AFTER)
+            if told.deployment is None:
+                trace.reason = Reason.NO_ENGINE.value
+                return no_engine(deployment)
+            deployment, prompt, queued = told.deployment, told.prompt, False
         choice = choose(deployment, now=clock(), alone=alone, avoid=avoid, prompt=prompt, session=session)
+        if choice.reason is Reason.ENGINES_FULL:
+            queued = True
+            continue
         if choice.decode is None:
             if unavailable is not None:  # the record keeps the choice that failed
                 return unavailable
@@ -196,9 +248,12 @@ def serve(
         if trace.explain:
             trace.weighed = explain_costs(deployment, choice, now=clock(), avoid=avoid)
         if choice.prefill is None:
-            legs += 1
             reader = Reader(choice.decode, prompt, clock)
             with reader.load:
+                if _crowded(deployment, loads, clock, choice.decode):
+                    queued = True
+                    continue
+                legs += 1
                 outcome = yield Decode(choice.decode, None, choice.decode in stale)
                 if isinstance(outcome, Began):
                     choice.decode.answered()
@@ -208,23 +263,26 @@ def serve(
                     return None
             strikes += _struck(outcome)
             unavailable = _after(outcome, choice.decode, avoid, stale, clock())
-            if isinstance(unavailable, PassOn) and unavailable.status < 500:
+            if isinstance(unavailable, PassOn) and unavailable.final:
                 return unavailable
             continue
 
         prefill = choice.prefill
         reader = Reader(prefill, prompt, clock)
-        with reader.load as reading:
-            decode: Engine | None = choice.decode
-            assert decode is not None
-            reserved = carrying(decode)  # decode is sure to be needed: count it while the prompt is read
-            with reserved:
-                legs += 1
-                outcome = yield Prefill(prefill, prefill in stale)
+        decode: Engine | None = choice.decode
+        with (
+            reader.load as reading,
+            carrying(choice.decode) as writing,
+        ):  # decode is sure to be needed: count it at once
+            if _crowded(deployment, loads, clock, prefill, choice.decode):
+                queued = True
+                continue
+            legs += 1
+            outcome = yield Prefill(prefill, prefill in stale)
             if not isinstance(outcome, Prefilled):
                 strikes += _struck(outcome)
                 unavailable = _after(outcome, prefill, avoid, stale, clock())
-                if isinstance(unavailable, PassOn) and unavailable.status < 500:
+                if isinstance(unavailable, PassOn) and unavailable.final:
                     return unavailable
                 trace.cause = _cause(outcome)
                 continue
@@ -244,26 +302,27 @@ def serve(
                 sent_at = clock()
                 if prompt is not None:
                     prompt.sent(decode, sent_at)
-                with carrying(decode):
-                    answer = yield Decode(decode, outcome.params, decode in stale)
-                    if isinstance(answer, Began):
-                        decode.answered()
-                        reading.release()
-                        trace.stranded -= 1
-                        if not answer.whole:
-                            if prompt is not None and answer.token:
-                                now = clock()
-                                decode.pull.learn(fetched(decode, prompt), now - sent_at - decode.step.pace, now)
-                            _learn_step(decode, (yield None), clock)
-                        return None
+                answer = yield Decode(decode, outcome.params, decode in stale)
+                if isinstance(answer, Began):
+                    decode.answered()
+                    reading.release()
+                    trace.stranded -= 1
+                    if not answer.whole:
+                        if prompt is not None and answer.token:
+                            now = clock()
+                            decode.pull.learn(fetched(decode, prompt), now - sent_at - decode.step.pace, now)
+                        _learn_step(decode, (yield None), clock)
+                    return None
                 strikes += _struck(answer)
                 unavailable = _after(answer, decode, avoid, stale, clock())
-                if isinstance(unavailable, PassOn) and unavailable.status < 500:
+                if isinstance(unavailable, PassOn) and unavailable.final:
                     return unavailable
                 if not isinstance(answer, Lost) or answer.sent:
                     break  # the params may be spent
                 again = choose(deployment, now=clock(), avoid=avoid, prefill=prefill, prompt=prompt, session=session)
                 decode = None if again.fallback else again.decode
+                if decode is not None:
+                    writing.move(decode)
     return unavailable or no_engine(deployment)
 
 
@@ -272,14 +331,27 @@ def _learn_step(engine: Engine, outcome: Outcome, clock: Callable[[], float]) ->
         engine.step.learn(outcome.steps, outcome.seconds, clock())
 
 
+def _crowded(deployment: Deployment, loads: Loads | None, clock: Callable[[], float], *taken: Engine) -> bool:
+    """Whether an engine just taken is over its limit, as another router took it at the same moment."""
+    limit = deployment.routing.max_in_flight
+    if limit is None:
+        return False
+    if loads is not None:
+        loads.look(clock())
+    return any(engine.load > limit for engine in taken)
+
+
 def _after(outcome: Outcome, engine: Engine, avoid: set[Engine], stale: set[Engine], now: float) -> Problem | PassOn:
     """Draw the consequences of a leg that gave nothing. Returns what the client hears if no other engine helps."""
     if isinstance(outcome, Replied):
         if outcome.status in (401, 403):
             avoid.add(engine)
             return Problem(502, "engine_refused", "An engine does not accept the router's key.", None, RETRY_AFTER)
-        engine.answered()
         avoid.add(engine)
+        if outcome.status in OVERLOAD:
+            engine.overloaded(now, outcome.retry_after)
+            return PassOn(outcome.status, outcome.body, max(ceil(engine.retry_at - now), 1))
+        engine.answered()
         return PassOn(outcome.status, outcome.body)
     assert isinstance(outcome, Lost)
     if outcome.kind is Broken.STALE and engine not in stale:
@@ -296,7 +368,7 @@ def _after(outcome: Outcome, engine: Engine, avoid: set[Engine], stale: set[Engi
 def _struck(outcome: Outcome) -> bool:
     if isinstance(outcome, Lost):
         return outcome.sent and outcome.kind is not Broken.STALE
-    return isinstance(outcome, Replied) and outcome.status >= 500
+    return isinstance(outcome, Replied) and outcome.status >= 500 and outcome.status not in OVERLOAD
 
 
 def _cause(outcome: Outcome) -> str:
