@@ -161,10 +161,14 @@ class EngineRun:
                 ports=record.ports,
                 version=identity.version,
                 block_size=identity.block_size,
+                kv_blocks=identity.kv_blocks,
                 max_model_len=identity.max_model_len,
                 kv_events=identity.kv_events,
+                kv_ranks=identity.kv_ranks,
                 command=record.command,
                 model_folder=record.model_folder,
+                tokenizer_folder=record.tokenizer_folder,
+                tokenizer=record.tokenizer,
                 started_at=record.started_at,
                 load=self._load,
                 pairs=self._pairs.proofs(),
@@ -213,6 +217,8 @@ class EngineRun:
                 record = self._record
                 record.ports, record.command, record.address = chosen, command.argv, self._launcher.address
                 record.pid, record.model_folder = None, str(prepared.model_path or "")
+                if prepared.tokenizer is not None:
+                    record.tokenizer_folder, record.tokenizer = str(prepared.tokenizer.folder), prepared.tokenizer.digest
                 self._records.save(record)
                 self._process = process = self._launcher.start(command, self.folder)
                 record.pid, record.start_ticks, record.boot = process.pid, process.ticks, boot_id()

@@ -36,13 +36,15 @@ class Figures(NamedTuple):
     load: EngineLoad
     block_size: int | None
     """Tokens in one KV block, where the engine tells it."""
+    kv_blocks: int | None = None
+    """KV blocks of one rank, likewise."""
 
 
 def read(text: str) -> Figures:
     """The figures of one `/metrics` page; what is missing there is 0."""
     sums: dict[str, float] = defaultdict(float)
     usage = 0.0
-    block_size = None
+    block_size = kv_blocks = None
     for line in text.splitlines():
         if not line.startswith("vllm:") or (match := _LINE.match(line)) is None:
             continue
@@ -56,8 +58,13 @@ def read(text: str) -> Figures:
         elif name == "kv_cache_usage_perc":
             usage = max(usage, float(value))
         elif name == "cache_config_info":
-            size = dict(_LABEL.findall(labels)).get("block_size", "")
-            block_size = int(size) if size.isdecimal() else block_size
+            told = dict(_LABEL.findall(labels))
+            block_size = _number(told.get("block_size", "")) or block_size
+            kv_blocks = _number(told.get("num_gpu_blocks", "")) or kv_blocks
     seconds = sums.pop("nixl_seconds", 0.0)
     counts = {field: int(value) for field, value in sums.items()}
-    return Figures(EngineLoad(kv_usage=usage, nixl_seconds=seconds, **counts), block_size)
+    return Figures(EngineLoad(kv_usage=usage, nixl_seconds=seconds, **counts), block_size, kv_blocks)
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None

@@ -41,6 +41,9 @@ class Identity(Struct, frozen=True):
     max_model_len: int | None
     kv_events: bool | None
     block_size: int | None
+    kv_blocks: int | None = None
+    kv_ranks: int = 1
+    """Data-parallel ranks with KV events."""
 
 
 class EngineClient:
@@ -72,11 +75,15 @@ class EngineClient:
         """Version, limits and KV events. The guarded `/v1/models` makes it an authenticated answer."""
         models = self._json("GET", "/v1/models").get("data") or [{}]
         sources = self._json("GET", "/kv_event_sources")
+        publishing = [s for s in sources.values() if s.get("enable_kv_cache_events", True) and s.get("endpoint")]
+        figures = self.figures()
         return Identity(
             version=str(self._json("GET", "/version").get("version", "")),
             max_model_len=models[0].get("max_model_len"),
-            kv_events=any(s.get("enable_kv_cache_events", True) and s.get("endpoint") for s in sources.values()),
-            block_size=self.figures().block_size,
+            kv_events=bool(publishing),
+            block_size=figures.block_size,
+            kv_blocks=figures.kv_blocks,
+            kv_ranks=max(len(publishing), 1),
         )
 
     def figures(self) -> Figures:

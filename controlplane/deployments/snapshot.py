@@ -64,6 +64,7 @@ def _deployment(deployment: DeploymentRecord, engines: list[EngineRecord]) -> Sn
         if not ok and prefill in prefills and decode in decodes
     ]
     prefill_pool = deployment.spec.pools.get(Role.PREFILL)
+    folder, key = _tokenizer(taking)
     return SnapshotDeployment(
         name=deployment.name,
         served_name=deployment.spec.served_name,
@@ -72,8 +73,19 @@ def _deployment(deployment: DeploymentRecord, engines: list[EngineRecord]) -> Sn
         broken_pairs=tuple(sorted(broken)),
         wants_prefill=prefill_pool is not None and prefill_pool.replicas > 0,
         status="" if taking else condition_of(deployment, engines).sentence,
-        tokenizer=next((e.observation.model_folder for e in taking if e.observation is not None), ""),
+        tokenizer=folder,
+        tokenizer_key=key,
     )
+
+
+def _tokenizer(taking: Iterable[EngineRecord]) -> tuple[str, str]:
+    """Folder and Redis key of the deployment's tokenizer: those of the first engine whose node offers its files, else of the
+    first one. Where engines differ, the routers' own check of each engine tells."""
+    seen = [(engine, engine.observation) for engine in taking if engine.observation is not None]
+    for engine, found in seen:
+        if found.tokenizer:
+            return found.tokenizer_folder, wire.tokenizer_key(str(engine.node), found.tokenizer)
+    return next((found.tokenizer_folder or found.model_folder for _, found in seen), ""), ""
 
 
 def _engine(engine: EngineRecord) -> SnapshotEngine:
@@ -88,8 +100,10 @@ def _engine(engine: EngineRecord) -> SnapshotEngine:
         url=engine.url,
         secret=engine.secret,
         block_size=seen.block_size,
+        kv_blocks=seen.kv_blocks,
         max_model_len=seen.max_model_len,
         events=engine.socket_url("tcp", seen.ports.events),
         replay=engine.socket_url("tcp", seen.ports.replay),
+        ranks=seen.kv_ranks,
         suspect=is_suspect(engine),
     )

@@ -186,13 +186,21 @@ class Observation(Struct, frozen=True):
     version: str = ""
     """The engine's own version answer, for example `0.32.0`."""
     block_size: int | None = None
+    kv_blocks: int | None = None
+    """KV blocks that one rank of it has."""
     max_model_len: int | None = None
     kv_events: bool | None = None
     """The engine says that KV events are on and where (`/kv_event_sources`). None: not known yet."""
+    kv_ranks: int = 1
+    """Data-parallel ranks that publish KV events."""
     command: tuple[str, ...] = ()
     """The full argv as launched; it never holds a secret."""
     model_folder: str = ""
-    """Where its model, and so its tokenizer, lies on its node; empty for a stand-in."""
+    """Where its model lies on its node; empty for a stand-in."""
+    tokenizer_folder: str = ""
+    """Where the files of its tokenizer and chat template lie there, as the engine reads them; empty: it has none."""
+    tokenizer: str = ""
+    """Digest of those files (`fleet.tokenizer_files`), under which its node offers them to routers; empty: it does not."""
     started_at: float | None = None
     load: EngineLoad | None = None
     pairs: tuple[PairProof, ...] = ()

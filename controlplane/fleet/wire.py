@@ -7,10 +7,12 @@ ignored, so that programs of neighbouring versions understand each other.
 |---------------|----------------------|-------------------------------------------------------------------------|
 | NodePlan      | controller → agent   | key `tandem:node:<node>:plan`; Celery task `apply_plan` only wakes      |
 | NodeReport    | agent → controller   | key `tandem:node:<node>:report`                                         |
+| tokenizer     | agent → routers      | key `tandem:node:<node>:tokenizer:<digest>`, expires after `TOKENIZER_TTL` seconds |
 | log lines     | agent → web          | stream `tandem:node:<node>:log:<engine>:<attempt>`, field `line`, capped |
 | FleetSnapshot | controller → routers | key `tandem:snapshot`; its version is published on the channel of the same name |
 | RouterStatus  | router → controller  | key `tandem:router:<id>`, expires after `ROUTER_STATUS_TTL` seconds     |
 | RequestRecord | router → metrics     | stream `tandem:requests`, field `r`, capped                             |
+| RouterLoads   | router → routers     | channel `tandem:loads`                                                  |
 
 A node's Redis user may touch only `tandem:node:<node>:*` (its Celery queue has that key prefix too).
 """
@@ -35,10 +37,12 @@ PLAN_TASK_EXPIRES = 30
 LOG_MAXLEN = 2_000
 LOG_LINE_BYTES = 4_096
 LOG_TTL = 86_400
+TOKENIZER_TTL = 3_600
 REPORT_EVERY = 2.0
 """Seconds between an agent's reports when nothing changes."""
 APPLY_PLAN_TASK = "workers.apply_plan"
 REPORT_NOW_TASK = "workers.report_now"
+LOADS_CHANNEL = "tandem:loads"
 
 
 def node_prefix(node: str) -> str:
@@ -56,6 +60,11 @@ def report_key(node: str) -> str:
 
 def log_key(node: str, engine: str, attempt: int) -> str:
     return f"{node_prefix(node)}log:{engine}:{attempt}"
+
+
+def tokenizer_key(node: str, digest: str) -> str:
+    """Where a node offers the files of a tokenizer (`fleet.tokenizer_files`); `digest`: theirs."""
+    return f"{node_prefix(node)}tokenizer:{digest}"
 
 
 def queue_name(node: str) -> str:
@@ -203,10 +212,14 @@ class SnapshotEngine(Struct, frozen=True):
     secret: str = ""
     """Sent as Bearer key to the engine; empty: none."""
     block_size: int | None = None
+    kv_blocks: int | None = None
+    """KV blocks of one rank, where known."""
     max_model_len: int | None = None
     events: str = ""
     """ZMQ address of the KV event publisher; empty: none."""
     replay: str = ""
+    ranks: int = 1
+    """Data-parallel ranks: rank n publishes on the ports above plus n, as vLLM does."""
     suspect: bool = False
     """Its node is silent: use it only when no other engine is there."""
 
@@ -223,7 +236,9 @@ class SnapshotDeployment(Struct, frozen=True):
     status: str = ""
     """One sentence for the 503 when no engine may serve."""
     tokenizer: str = ""
-    """Folder of the model's tokenizer on the router's machine; empty: none, and tokens are not known."""
+    """Folder of the model's tokenizer on its engines' machine, or on the router's; empty: none, and tokens are not known."""
+    tokenizer_key: str = ""
+    """Key of the same files in Redis, for routers on other machines; ends in their digest. Empty: they are not offered."""
 
 
 class Scope(StrEnum):
@@ -247,6 +262,11 @@ class SnapshotKey(Struct, frozen=True):
     """Requests at a time, over all routers."""
     priority: int = 0
     """Of two requests that wait for an engine the one with the higher is served first."""
+
+    @property
+    def limited(self) -> bool:
+        """Whether its use is counted."""
+        return not (self.requests_per_minute is self.tokens_per_minute is self.concurrency is None)
 
 
 class FleetSnapshot(Struct, frozen=True):
@@ -281,6 +301,16 @@ class RouterStatus(Struct, frozen=True):
     """By name of the deployments that route by KV."""
     keys_seen: dict[str, float] = {}
     """Key id -> when it was used, in seconds since 1970. A use is told for some seconds, and at most one a minute per key."""
+
+
+class RouterLoads(Struct, frozen=True):
+    """What one router process has at each engine now: all of it, told when it changes and about once a second."""
+
+    router: str
+    host: str
+    """The processes behind one port. Among themselves they see their loads faster."""
+    loads: dict[str, tuple[int, int]] = {}
+    """By `<engine id>:<attempt>`: requests, and prompt tokens that these wait for."""
 
 
 class Result(StrEnum):
@@ -325,6 +355,8 @@ class RequestRecord(Struct, frozen=True):
     e2e: float = 0.0
     overhead_us: float = 0.0
     """The router's own time before the first upstream byte was sent, in microseconds."""
+    queue_seconds: float | None = None
+    """Spent waiting in the router because every engine was full; None: it did not have to. No part of `overhead_us`."""
 
 
 _T = TypeVar("_T", bound=Struct)

@@ -17,7 +17,7 @@ vllm:num_requests_waiting{engine="0",model_name="m"} 4.0
 vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 400.0
 vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
 vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.5
-vllm:cache_config_info{block_size="128",cache_dtype="auto",engine="0",note="a } \\" b"} 1.0
+vllm:cache_config_info{block_size="128",cache_dtype="auto",engine="0",num_gpu_blocks="455",note="a } \\" b"} 1.0
 vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="local_compute"} 1206.0
 vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="local_cache_hit"} 128.0
 vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="external_kv_transfer"} 1.5e+03
@@ -38,7 +38,7 @@ python_info{implementation="CPython"} 1.0
 
 def test_the_named_figures_are_read_and_ranks_added_up() -> None:
     figures = read(PAGE)
-    assert figures.block_size == 128
+    assert (figures.block_size, figures.kv_blocks) == (128, 455)
     assert figures.load == EngineLoad(
         running=3,
         waiting=4,
@@ -57,7 +57,7 @@ def test_the_named_figures_are_read_and_ranks_added_up() -> None:
 
 def test_an_engine_without_nixl_has_zeros() -> None:
     figures = read("vllm:num_requests_running 1.0\n")
-    assert figures == (EngineLoad(running=1), None)
+    assert figures == (EngineLoad(running=1), None, None)
 
 
 @given(

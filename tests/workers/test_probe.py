@@ -162,15 +162,16 @@ def test_a_strange_answer_is_no_answer(body: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sources", "on"),
+    ("sources", "on", "ranks"),
     [
-        ({}, False),
-        ({"0": {"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:1"}}, True),
-        ({"0": {"enable_kv_cache_events": False, "endpoint": "tcp://127.0.0.1:1"}}, False),
-        ({"0": {"enable_kv_cache_events": True, "endpoint": None}}, False),
+        ({}, False, 1),
+        ({"0": {"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:1"}}, True, 1),
+        ({str(n): {"enable_kv_cache_events": True, "endpoint": f"tcp://127.0.0.1:{n + 1}"} for n in range(4)}, True, 4),
+        ({"0": {"enable_kv_cache_events": False, "endpoint": "tcp://127.0.0.1:1"}}, False, 1),
+        ({"0": {"enable_kv_cache_events": True, "endpoint": None}}, False, 1),
     ],
 )
-def test_kv_events_are_on_when_the_engine_says_where(sources: dict[str, Any], on: bool) -> None:
+def test_kv_events_are_on_when_the_engine_says_where(sources: dict[str, Any], on: bool, ranks: int) -> None:
     answers: dict[str, Any] = {
         "/v1/models": {"data": [{"id": "m", "max_model_len": 2048}]},
         "/version": {"version": "0.32.0"},
@@ -180,7 +181,7 @@ def test_kv_events_are_on_when_the_engine_says_where(sources: dict[str, Any], on
     transport = httpx.MockTransport(lambda request: httpx.Response(200, json=answers[request.url.path]))
     with EngineClient("http://e", "s", transport=transport) as client:
         identity = client.identity()
-    assert identity.kv_events is on
+    assert (identity.kv_events, identity.kv_ranks) == (on, ranks)
     assert (identity.version, identity.max_model_len) == ("0.32.0", 2048)
 
 

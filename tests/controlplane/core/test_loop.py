@@ -57,6 +57,7 @@ def test_the_snapshot_names_ready_engines_with_all_a_router_needs(fleet: Fleet) 
     assert decode.url == f"http://127.0.0.1:{ports['http']}"
     assert decode.events == f"tcp://127.0.0.1:{ports['events']}"
     assert decode.replay == f"tcp://127.0.0.1:{ports['replay']}"
+    assert (decode.block_size, decode.kv_blocks, decode.ranks) == (16, 4_096, 2)
     assert prefill.secret != decode.secret
     assert deployment.wants_prefill
     assert deployment.broken_pairs == ()
