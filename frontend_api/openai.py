@@ -78,6 +78,8 @@ class _Fields(Struct):
     max_completion_tokens: Raw = _ABSENT
     max_output_tokens: Raw = _ABSENT
     min_tokens: Raw = _ABSENT
+    user: Any = None
+    metadata: Raw = _ABSENT
     vllm_xargs: Any = None
     kv_transfer_params: Any = UNSET
     ec_transfer_params: Any = UNSET
@@ -88,6 +90,13 @@ _fields = msgspec.json.Decoder(_Fields)
 _object = msgspec.json.Decoder(dict[str, Raw])
 _list = msgspec.json.Decoder(list[Any])
 _encode = msgspec.json.encode
+
+
+class _Metadata(Struct):
+    user_id: Any = None
+
+
+_metadata = msgspec.json.Decoder(_Metadata)
 
 
 class Ask(NamedTuple):
@@ -101,6 +110,8 @@ class Ask(NamedTuple):
     metering: bytes = b""
     """What the answering engine's body gets besides, so that the stream ends with its counts; empty: the client asked for
     them itself, or the endpoint has them anyway, or gives none."""
+    user: Any = None
+    metadata: Raw = _ABSENT
 
 
 def read_request(endpoint: Endpoint, body: bytes) -> Ask:
@@ -132,7 +143,20 @@ def read_request(endpoint: Endpoint, body: bytes) -> Ask:
         _alone(endpoint, fields),
         salt if isinstance(salt, str) else None,
         _metering(fields) if endpoint.counts_if_asked and bytes(fields.stream) == b"true" else b"",
+        fields.user,
+        fields.metadata,
     )
+
+
+def user_of(endpoint: Endpoint, ask: Ask) -> str | None:
+    """Whom a request says it is for: the field `user`, or `metadata.user_id` of messages."""
+    user = ask.user
+    if endpoint.shape is Shape.MESSAGES:
+        try:
+            user = _metadata.decode(ask.metadata).user_id if bytes(ask.metadata) else None
+        except msgspec.MsgspecError:  # the engine's to refuse
+            return None
+    return user if isinstance(user, str) and user else None
 
 
 def _check_owned(fields: _Fields) -> None:
@@ -357,13 +381,16 @@ class Problem(NamedTuple):
     param: str | None = None
     retry_after: int | None = None
     """Seconds."""
+    kind: str = ""
+    """OpenAI's error type, where the status does not tell it."""
 
 
 def error_body(problem: Problem, shape: Shape = Shape.PLAIN) -> bytes:
     """OpenAI's error object; for /v1/messages with the mark that Anthropic's clients look for as well."""
+    by_status = _ERROR_TYPES.get(problem.status, "server_error")
     error = {
         "message": problem.message,
-        "type": _ERROR_TYPES.get(problem.status, "server_error"),
+        "type": by_status if shape is Shape.MESSAGES else problem.kind or by_status,
         "param": problem.param,
         "code": problem.code,
     }
