@@ -1,0 +1,352 @@
+"""What a limited key may use, held over all routers: reserved before a request is served, settled when it has ended.
+
+All reservations and settlements of a turn of the event loop go to the counter in Redis as one call, one call at a time, so
+that load makes them cheaper. A reservation waits `patience` at the longest. Without Redis each process counts for itself, with
+its share of every limit; it knows what it granted before, and tells Redis afterwards what it granted meanwhile. Keys without
+limits never come here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from enum import Enum
+from time import time
+from typing import Protocol
+
+from msgspec import MsgspecError
+from redis.exceptions import RedisError
+
+from controlplane.fleet.wire import SnapshotKey
+from frontend_api import ratelimits
+from frontend_api.charges import Estimate
+from frontend_api.counter import LEASE, Line, Reply
+from frontend_api.ratelimits import Refusal, Standing
+from frontend_api.windows import SPAN, Bound, Caps, Judged, Window
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 0.1
+"""Seconds that a request may wait for the counter."""
+LEAST_PATIENCE = 0.01
+RETRY_SECONDS = 0.25
+"""Between two tries while Redis is away."""
+RECONNECT_SECONDS = 1.0
+"""For a call that no request waits for."""
+BEAT_SECONDS = LEASE / 4
+
+
+class Counter(Protocol):
+    """The counter that routers share: `counter.RedisCounter`."""
+
+    async def ask(self, lines: list[Line], *, last: bool = False) -> Reply: ...
+    async def drop(self) -> None: ...
+
+
+class _State(Enum):
+    WAITING = 0
+    HELD = 1
+    OVER = 2
+
+
+class Hold:
+    """One request of a limited key. `answered` is called once: with None when it may go on, else with what it ran into;
+    never after it was settled."""
+
+    __slots__ = ("_use", "answered", "at", "estimate", "headers", "key", "second", "state", "tokens")
+
+    _use: _Use
+
+    def __init__(self, key: SnapshotKey, estimate: Estimate, answered: Callable[[Refusal | None], None]) -> None:
+        self.key = key
+        self.estimate = estimate
+        self.tokens = estimate.within(key.tokens_per_minute)
+        """Reserved."""
+        self.answered = answered
+        self.headers = b""
+        """For the client, once answered."""
+        self.state = _State.WAITING
+        self.second = 0
+        """Under which it is counted."""
+        self.at = 0.0
+        """Loop time at which it began to wait."""
+
+
+class _Use:
+    """What this process knows of one key."""
+
+    __slots__ = ("caps", "held", "key", "owed", "waiting", "window")
+
+    def __init__(self) -> None:
+        self.key: SnapshotKey | None = None
+        self.caps = Caps(0, 0, 0)
+        self.window = Window()
+        """What this process granted."""
+        self.held = 0
+        """Its requests in motion."""
+        self.owed: dict[int, tuple[int, int]] = {}
+        """By second: requests and tokens that the counter is still to be told of."""
+        self.waiting: list[Hold] = []
+
+    def follow(self, key: SnapshotKey) -> None:
+        if key is not self.key:
+            self.key = key
+            self.caps = Caps(key.requests_per_minute or 0, key.tokens_per_minute or 0, key.concurrency or 0)
+
+    def owe(self, second: int, requests: int, tokens: int) -> None:
+        before = self.owed.get(second, (0, 0))
+        self.owed[second] = before[0] + requests, before[1] + tokens
+
+    @property
+    def idle(self) -> bool:
+        return not (self.held or self.owed or self.waiting or self.window)
+
+
+class _Sent:
+    """What one call took along of a key."""
+
+    __slots__ = ("asks", "owed", "use")
+
+    def __init__(self, use: _Use) -> None:
+        self.use = use
+        self.asks = [hold for hold in use.waiting if hold.state is _State.WAITING]
+        self.owed, use.owed, use.waiting = use.owed, {}, []
+
+    def line(self, oldest: int) -> Line:
+        use = self.use
+        assert use.key is not None
+        owed = [(second, *more) for second, more in self.owed.items() if second >= oldest]
+        return Line(use.key.id, *use.caps, use.held, owed, [hold.tokens for hold in self.asks])
+
+
+class Limits:
+    """The limits of one router process. `processes`: that share a limit when nothing better is known."""
+
+    def __init__(
+        self,
+        counter: Counter | None = None,
+        *,
+        processes: int = 1,
+        patience: float = PATIENCE,
+        refused: Callable[[Bound], None] = lambda bound: None,
+        fell_back: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._counter = counter
+        self._processes = processes
+        self._patience = patience
+        self._refused = refused
+        self._fell_back = fell_back
+        self._uses: dict[str, _Use] = {}
+        self._touched: dict[_Use, None] = {}
+        """Keys that the counter is to hear of."""
+        self._wanted = asyncio.Event()
+        self._call: asyncio.Timeout | None = None
+        self.away = False
+        """Redis does not answer: this process counts for itself."""
+        self._routers = processes
+        self._ahead = 0.0
+        """Seconds by which the counter's clock is ahead of ours."""
+
+    # ---- for requests
+
+    def reserve(self, hold: Hold) -> None:
+        """Ask for room. The answer comes at once or later."""
+        use = hold._use = self._use(hold.key)
+        caps = use.caps
+        if caps.tokens and hold.tokens > caps.tokens:  # it can never pass: the counter is not asked
+            use.window.slide(self._now())
+            self._answer(hold, Judged(Bound.TOKENS, SPAN + 1.0), self._standing(use))
+        elif self._counter is None or self.away:
+            self._decide(hold)
+        else:
+            loop = asyncio.get_running_loop()
+            hold.at = loop.time()
+            use.waiting.append(hold)
+            self._touch(use)
+            call = self._call
+            if call is not None:
+                ends, latest = call.when(), hold.at + self._patience
+                if ends is not None and ends > latest and not call.expired():
+                    call.reschedule(latest)
+
+    def settle(self, hold: Hold, tokens: int, *, counts: bool = True) -> None:
+        """The request has ended, having cost so many tokens. `counts`: as a request. Whatever comes second does nothing."""
+        state, hold.state = hold.state, _State.OVER
+        if state is _State.HELD:
+            self._give_back(hold, tokens, counts)
+
+    def _give_back(self, hold: Hold, tokens: int, counts: bool) -> None:
+        use = hold._use
+        use.held -= 1
+        more = tokens - hold.tokens
+        if more < 0 or not counts:
+            self._count(use, hold.second, 0 if counts else -1, min(more, 0))
+        if more > 0:
+            self._count(use, int(self._now()), 0, more)
+        self._touch(use)
+
+    # ---- deciding
+
+    def _decide(self, hold: Hold) -> None:
+        """Without the counter: by this process's share."""
+        use, now = hold._use, self._now()
+        caps = use.caps.share(self._share())
+        # One that is larger than a share passes when nothing else is in the window: else it could not until Redis is back.
+        tokens = min(hold.tokens, caps.tokens) if caps.tokens else hold.tokens
+        judged = use.window.judge(caps, use.held, tokens, now)
+        if judged.bound is Bound.NONE:
+            hold.second = int(now)
+            self._count(use, hold.second, 1, hold.tokens)
+            self._touch(use)
+        if self._counter is not None:
+            self._fell_back()
+        self._answer(hold, judged, self._standing(use))
+
+    def _answer(self, hold: Hold, judged: Judged, standing: Standing) -> None:
+        use = hold._use
+        if judged.bound is Bound.NONE:
+            use.held += 1
+            if hold.state is _State.OVER:  # its client left meanwhile
+                self._give_back(hold, 0, counts=False)
+                return
+            hold.state = _State.HELD
+            refusal = None
+        else:
+            if hold.state is _State.OVER:
+                return
+            hold.state = _State.OVER
+            self._refused(judged.bound)
+            used = {Bound.REQUESTS: standing.requests, Bound.TOKENS: standing.tokens}.get(judged.bound, use.caps[2])
+            refusal = Refusal(judged.bound, judged.wait, used, hold.tokens if judged.bound is Bound.TOKENS else 1)
+        hold.headers = ratelimits.headers(hold.key, standing)
+        try:
+            hold.answered(refusal)
+        except Exception:
+            log.exception("defect in the router")
+
+    def _standing(self, use: _Use) -> Standing:
+        window = use.window
+        return Standing(window.requests, window.tokens, window.last + SPAN + 1 - self._now() if window else 0.0)
+
+    def _count(self, use: _Use, second: int, requests: int, tokens: int) -> None:
+        use.window.add(second, requests, tokens)
+        if self._counter is not None and (use.caps.requests or use.caps.tokens):
+            use.owe(second, requests, tokens)
+
+    def _use(self, key: SnapshotKey) -> _Use:
+        use = self._uses.get(key.id)
+        if use is None:
+            use = self._uses[key.id] = _Use()
+        use.follow(key)
+        return use
+
+    def _share(self) -> int:
+        return self._processes if self._counter is None else max(self._processes, self._routers)
+
+    def _now(self) -> float:
+        return time() + self._ahead
+
+    # ---- the counter
+
+    def _touch(self, use: _Use) -> None:
+        if self._counter is not None:
+            self._touched[use] = None
+            self._wanted.set()
+
+    async def run(self) -> None:
+        """For ever: tell the counter what there is, and tell requests what it says."""
+        beat = asyncio.get_running_loop().create_task(self._beats())
+        try:
+            while True:
+                await self._wanted.wait()
+                await self.tell()
+                if self.away:
+                    await asyncio.sleep(RETRY_SECONDS)
+                    self._wanted.set()
+        finally:
+            beat.cancel()
+
+    async def _beats(self) -> None:
+        """Keep this router's lease, and what it holds, alive: also in a Redis that has lost everything."""
+        while True:
+            now = self._now()
+            for name, use in list(self._uses.items()):
+                use.window.slide(now)
+                if use.idle:
+                    del self._uses[name]
+                elif use.held and use.caps.concurrency:
+                    self._touched[use] = None
+            self._wanted.set()
+            await asyncio.sleep(BEAT_SECONDS)
+
+    async def tell(self, *, last: bool = False) -> None:
+        """One call. `last`: this router ends; what it held is free."""
+        assert self._counter is not None
+        self._wanted.clear()
+        sent = [_Sent(use) for use in self._touched]
+        self._touched = {}
+        oldest = int(self._now()) - SPAN
+        began = [hold.at for part in sent for hold in part.asks]
+        now = asyncio.get_running_loop().time()
+        ends = max(min(began) + self._patience, now + LEAST_PATIENCE) if began else now + RECONNECT_SECONDS
+        try:
+            async with asyncio.timeout_at(ends) as self._call:
+                reply = await self._counter.ask([part.line(oldest) for part in sent], last=last)
+        except (RedisError, OSError, TimeoutError, MsgspecError) as error:
+            self._call = None
+            await self._failed(sent, error)
+        else:
+            self._call = None
+            self._succeeded(sent, reply)
+
+    def _succeeded(self, sent: list[_Sent], reply: Reply) -> None:
+        if self.away:
+            log.warning("Redis is back: limits are counted there again.")
+            self.away = False
+        self._ahead = reply.now - time()
+        self._routers = reply.routers
+        second = int(reply.now)
+        for part, (last, *answers) in zip(sent, reply.lines, strict=True):
+            for number, hold in enumerate(part.asks):
+                bound, wait, requests, tokens = answers[4 * number : 4 * number + 4]
+                judged = Judged(Bound(int(bound)), wait)
+                if judged.bound is Bound.NONE:
+                    hold.second = second
+                    part.use.window.add(second, 1, hold.tokens)
+                self._answer(hold, judged, Standing(int(requests), int(tokens), last + SPAN + 1 - reply.now))
+
+    async def _failed(self, sent: list[_Sent], error: Exception) -> None:
+        assert self._counter is not None
+        if not self.away:
+            log.warning(
+                "Redis does not count limits (%s): each router process allows 1/%d of them until it does.",
+                error if str(error) else type(error).__name__,
+                self._share(),
+            )
+            self.away = True
+        for part in sent:
+            self._touched[part.use] = None
+            for second, (requests, tokens) in part.owed.items():
+                # The counter may have heard of it: what is counted twice is refused too early, never granted too much.
+                part.use.owe(second, max(0, requests), max(0, tokens))
+        oldest = int(self._now()) - SPAN
+        for use in self._touched:
+            for second in [second for second in use.owed if second < oldest]:
+                del use.owed[second]
+        waiting = [hold for part in sent for hold in part.asks]
+        for use in list(self._touched):
+            waiting += use.waiting
+            use.waiting = []
+        for hold in waiting:
+            if hold.state is _State.WAITING:
+                self._decide(hold)
+        await self._counter.drop()
+
+    async def end(self) -> None:
+        """No request is left: tell the counter the rest. `run` has ended before."""
+        if self._counter is not None:
+            if not self.away:
+                self._touched.update(dict.fromkeys(self._uses.values()))
+                await self.tell(last=True)
+            await self._counter.drop()
