@@ -1,13 +1,18 @@
-"""A load generator: N connections, each sends its next request when the last reply is whole. Bounded by count."""
+"""A load generator: N connections, each sends its next request when the last reply is whole. Bounded by time and count."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+from collections.abc import Iterator
 from time import perf_counter
 from typing import NamedTuple, cast
 
 import uvloop
+
+from tests.bench.model import Body
+
+SECONDS_FOR_ALL = 15
+PATH = b"/v1/chat/completions"
 
 
 class Load(NamedTuple):
@@ -15,6 +20,7 @@ class Load(NamedTuple):
     seconds: float
     errors: int
     p50_ms: float
+    """To the first byte of a stream, else to the end of the reply."""
     p99_ms: float
 
     @property
@@ -22,20 +28,12 @@ class Load(NamedTuple):
         return self.requests / self.seconds
 
 
-def body(size: int, *, stream: bool) -> bytes:
-    """A chat body of about `size` bytes."""
-    message = {"role": "user", "content": ""}
-    plain = json.dumps({"model": "m", "messages": [message], "max_tokens": 60, "stream": stream}, separators=(",", ":"))
-    message["content"] = "x" * max(1, size - len(plain))
-    whole = {"model": "m", "messages": [message], "max_tokens": 60, "stream": stream}
-    return json.dumps(whole, separators=(",", ":")).encode()
-
-
-def request(port: int, data: bytes, key: str) -> bytes:
+def request(port: int, data: bytes, key: str, more: bytes = b"") -> bytes:
+    """`more`: header lines, each ended."""
     return (
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nAccept: */*\r\nUser-Agent: bench\r\n"
-        b"Authorization: Bearer %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
-        % (port, key.encode(), len(data), data)
+        b"POST %b HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nAccept: */*\r\nUser-Agent: bench\r\n"
+        b"Authorization: Bearer %b\r\nContent-Type: application/json\r\n%bContent-Length: %d\r\n\r\n%b"
+        % (PATH, port, key.encode(), more, len(data), data)
     )
 
 
@@ -43,53 +41,79 @@ class _Client(asyncio.Protocol):
     def __init__(self, run: _Run) -> None:
         self._run = run
         self._held = b""
+        self._wanted = 0
         self._sent_at = 0.0
+        self._first = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._next()
 
     def _next(self) -> None:
-        if self._run.left <= 0:
+        run = self._run
+        if run.left <= 0 or perf_counter() > run.until:
             self._transport.close()
             return
-        self._run.left -= 1
+        run.left -= 1
+        self._first = True
+        data = run.next_request()
         self._sent_at = perf_counter()
-        self._transport.write(self._run.request)
+        self._transport.write(data)
 
     def data_received(self, data: bytes) -> None:
-        if self._run.stream:
-            self._held = self._held[-8:] + data
+        run = self._run
+        if self._first:
+            self._first = False
+            if not data.startswith(b"HTTP/1.1 200"):
+                run.errors += 1
+                run.said = run.said or data[:600]
+            if run.stream:
+                run.latencies.append(perf_counter() - self._sent_at)
+        if run.stream:
+            self._held = self._held[-8:] + data if len(data) < 8 else data
             if not self._held.endswith(b"0\r\n\r\n"):
                 return
         else:
-            self._held += data
-            end = self._held.find(b"\r\n\r\n")
-            if end < 0:
+            self._held = self._held + data if self._held else data
+            if not self._wanted:
+                end = self._held.find(b"\r\n\r\n")
+                if end < 0:
+                    return
+                head = self._held[:end].lower()
+                at = head.find(b"content-length:")
+                self._wanted = end + 4 + int(head[at + 15 :].split(b"\r", 1)[0]) if at >= 0 else -1
+            if self._wanted < 0:  # chunked
+                if not self._held.endswith(b"0\r\n\r\n"):
+                    return
+            elif len(self._held) < self._wanted:
                 return
-            head = self._held[:end].lower()
-            at = head.find(b"content-length: ")
-            if at < 0 or len(self._held) < end + 4 + int(head[at + 16 :].split(b"\r", 1)[0]):
-                return
-            if not head.startswith(b"http/1.1 200"):
-                self._run.errors += 1
+            run.latencies.append(perf_counter() - self._sent_at)
+        self._wanted = 0
         self._held = b""
-        self._run.latencies.append(perf_counter() - self._sent_at)
+        run.done += 1
         self._next()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._run.closed(error is not None or self._run.left > 0)
+        self._run.closed(error is not None or not self._transport.is_closing())
 
 
 class _Run:
-    def __init__(self, request: bytes, count: int, connections: int, stream: bool) -> None:
-        self.request = request
-        self.left = count
+    def __init__(self, port: int, body: Body, number: Iterator[int], key: str, connections: int, stream: bool) -> None:
+        self._body = body
+        self._number = number
+        probe = request(port, body.whole(next(number)), key)
+        self._head = probe[: probe.index(b"\r\n\r\n") + 4]
+        self.left = 0
+        self.until = 0.0
         self.stream = stream
-        self.errors = 0
+        self.errors = self.done = 0
+        self.said = b""
         self.latencies: list[float] = []
         self._open = connections
         self.over = asyncio.Event()
+
+    def next_request(self) -> bytes:
+        return self._head + self._body.whole(next(self._number))
 
     def closed(self, wrong: bool) -> None:
         self.errors += wrong
@@ -98,20 +122,24 @@ class _Run:
             self.over.set()
 
 
-async def _run(port: int, data: bytes, *, count: int, connections: int, stream: bool) -> Load:
-    run = _Run(data, count, connections, stream)
+async def _run(run: _Run, port: int, connections: int) -> Load:
     loop = asyncio.get_running_loop()
     began = perf_counter()
     for _ in range(connections):
         await loop.create_connection(lambda: _Client(run), "127.0.0.1", port)
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(SECONDS_FOR_ALL):
         await run.over.wait()
     took = perf_counter() - began
-    times = sorted(run.latencies)
-    return Load(len(times), took, run.errors, times[len(times) // 2] * 1e3, times[int(len(times) * 0.99)] * 1e3)
+    times = sorted(run.latencies) or [0.0]
+    if run.errors:
+        print(f"{run.errors} errors at port {port}: {run.said.decode(errors='replace')}")
+    return Load(run.done, took, run.errors, times[len(times) // 2] * 1e3, times[int(len(times) * 0.99)] * 1e3)
 
 
-def run(port: int, *, count: int, connections: int, size: int, stream: bool, key: str) -> Load:
-    """Send `count` requests over `connections` connections and wait for all replies."""
-    data = request(port, body(size, stream=stream), key)
-    return uvloop.run(_run(port, data, count=count, connections=connections, stream=stream))
+def run(
+    port: int, body: Body, number: Iterator[int], *, seconds: float, most: int, connections: int, stream: bool, key: str
+) -> Load:
+    """Send requests for `seconds`, `most` at most, and wait for all replies. `number`: makes each body new."""
+    made = _Run(port, body, number, key, connections, stream)
+    made.left, made.until = most, perf_counter() + seconds
+    return uvloop.run(_run(made, port, connections))

@@ -1,7 +1,8 @@
-"""`python -m tests.bench.run [--out FILE]`: CPU per request of the router (keys and records on) and of nginx if installed.
+"""`python -m tests.bench.run [--out FILE] [--quick]`: what routers cost on one core, ours and those installed beside it.
 
-CPU is what the scheduler says the process ran (/proc/PID/schedstat), so the load on the rest of the machine shows in
-latency and rate, hardly in CPU. Everything is bounded: about half a minute.
+All get the same load and the same stub engines, one after the other in rounds, so that what else the machine does hits all
+alike; figures are medians over the rounds. CPU is what the scheduler says the router's processes ran
+(/proc/PID/task/*/schedstat). The router has a core to itself; load generator and engines run on the others.
 """
 
 from __future__ import annotations
@@ -11,181 +12,220 @@ import json
 import os
 import platform
 import shutil
-import socket
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from hashlib import sha256
+from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
-import httpx
-import psutil
-import redis
+from tests.bench import load, micro, report, routers
+from tests.bench.model import Warmth, body, numbers
+from tests.bench.processes import Cores, NotStarted, Usage
+from tests.bench.routers import KEY, Bench, Router
 
-from controlplane.fleet.model import Role
-from controlplane.fleet.wire import (
-    REQUESTS_STREAM,
-    SNAPSHOT_KEY,
-    FleetSnapshot,
-    RoutingPolicy,
-    SnapshotDeployment,
-    SnapshotEngine,
-    SnapshotKey,
-    encode,
-)
-from tests.bench import load
-from tests.conftest import RedisServer, free_port
-
-KEY = "tdm-bench"
 CONNECTIONS = 32
-BODY = 1_200
-ROOT = Path(__file__).parents[2]
+MOST = 40_000
+"""Requests of one measurement."""
 
 
-@contextmanager
-def _process(*command: str, environment: dict[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **(environment or {})}, stdout=subprocess.DEVNULL)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait(20)
+class Ask(NamedTuple):
+    """One kind of request."""
+
+    size: int
+    warmth: Warmth
+    stream: bool = False
+
+    @property
+    def name(self) -> str:
+        kind = "33-chunk stream" if self.stream else "unary"
+        return f"{kind} {self.size / 1000:g} kB {self.warmth}"
+
+    @property
+    def connections(self) -> int:
+        return CONNECTIONS if self.size < 100_000 else 8
 
 
-def _await_port(port: int) -> None:
-    deadline = time.monotonic() + 20
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            return
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
+UNARY = Ask(1_200, Warmth.HOT)
+STREAM = Ask(1_200, Warmth.HOT, True)
+OTHERS = (
+    Ask(200, Warmth.HOT),
+    *(Ask(size, warmth) for size in (1_200, 16_000, 128_000) for warmth in Warmth if (size, warmth) != UNARY[:2]),
+    *(Ask(size, Warmth.HOT, True) for size in (200, 16_000, 128_000)),
+)
+LATENCY_AT = (1, 8, 32)
 
 
-def _await_ready(port: int) -> None:
-    deadline = time.monotonic() + 20
-    while True:
-        try:
-            httpx.get(f"http://127.0.0.1:{port}/ready", timeout=5).raise_for_status()
-            return
-        except httpx.HTTPError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
+class Plan(NamedTuple):
+    """How long a run takes. Seconds of one measurement, and how often."""
+
+    rounds: int
+    main: float
+    """Of the two kinds of request that the targets are about."""
+    other_rounds: int
+    others: float
+    """Of all other sizes."""
+    latency: float
+    peers: bool = True
 
 
-@contextmanager
-def _router(engines: tuple[SnapshotEngine, ...], redis_server: RedisServer, home: Path) -> Iterator[tuple[int, int]]:
-    """A router with one key, following Redis. Yields its port and the pid that serves."""
-    port = free_port()
-    deployment = SnapshotDeployment(name="m", served_name="m", routing=RoutingPolicy(), engines=engines)
-    key = SnapshotKey(id="k", digest=sha256(KEY.encode()).hexdigest())
-    client = redis.Redis.from_url(redis_server.url)
-    client.set(SNAPSHOT_KEY, encode(FleetSnapshot(version=1, deployments=(deployment,), keys=(key,))))
-    environment = {"REDIS_URL": redis_server.url, "TANDEM_HOME": str(home)}
-    with _process(sys.executable, "-m", "frontend_api", "--port", str(port), environment=environment) as parent:
-        _await_ready(port)
-        (child,) = psutil.Process(parent.pid).children()
-        yield port, child.pid
-        time.sleep(0.5)
-        if client.xlen(REQUESTS_STREAM) == 0:
-            raise SystemExit("the router wrote no records")
+DEFAULT = Plan(rounds=3, main=1.0, other_rounds=1, others=0.35, latency=0.5)
+QUICK = Plan(rounds=1, main=0.4, other_rounds=0, others=0.0, latency=0.2)
+SMOKE = Plan(rounds=1, main=0.05, other_rounds=0, others=0.0, latency=0.05, peers=False)
 
 
-@contextmanager
-def _nginx(upstream: int, folder: Path) -> Iterator[tuple[int, int]]:
-    port = free_port()
-    (folder / "nginx.conf").write_text(
-        f"worker_processes 1; daemon off; pid {folder}/pid; error_log {folder}/error.log;\n"
-        "events { worker_connections 1024; }\n"
-        f"http {{ access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;\n"
-        f"fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;\n"
-        f"upstream engine {{ server 127.0.0.1:{upstream}; keepalive 64; }}\n"
-        f"server {{ listen 127.0.0.1:{port}; location / {{ proxy_pass http://engine; proxy_http_version 1.1;\n"
-        'proxy_set_header Connection ""; proxy_buffering off; keepalive_requests 1000000; } } }\n'
-    )
-    with _process("nginx", "-c", str(folder / "nginx.conf"), "-e", str(folder / "error.log")) as parent:
-        _await_port(port)
-        workers = [c for c in psutil.Process(parent.pid).children() if c.name() == "nginx"]
-        yield port, workers[0].pid
+class Measurements:
+    """Every figure of every round."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, ...], list[float]] = {}
+        self.errors: dict[str, int] = {}
+
+    def add(self, value: float, *where: str) -> None:
+        self._found.setdefault(where, []).append(value)
+
+    def of(self, *where: str) -> float | None:
+        values = self._found.get(where)
+        return median(values) if values else None
+
+    def tree(self) -> dict[str, object]:
+        """Medians, nested by their names."""
+        whole: dict[str, object] = {}
+        for where, values in self._found.items():
+            at = whole
+            for name in where[:-1]:
+                at = at.setdefault(name, {})  # type: ignore[assignment]
+            at[where[-1]] = round(median(values), 4)
+        return whole
 
 
-def _cpu_seconds(pid: int) -> float:
-    """Time all threads of a process have run."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+class Run:
+    def __init__(self, plan: Plan, up: list[Router], bench: Bench) -> None:
+        self._plan = plan
+        self._up = up
+        self._direct = int(bench.plain[0].url.rpartition(":")[2])
+        self._number = numbers()
+        self.found = Measurements()
+
+    def all(self) -> Measurements:
+        plan = self._plan
+        for _ in range(plan.rounds):
+            for ask in (UNARY, STREAM):
+                for router in self._up:
+                    self._cpu(router, ask, plan.main)
+            self._latency()
+        for _ in range(plan.other_rounds):
+            for ask in OTHERS:
+                for router in self._up:
+                    self._cpu(router, ask, plan.others)
+        for router in self._up:
+            self.found.add(Usage(router.pid).memory_mib(), router.name, "memory_mib")
+        return self.found
+
+    def _load(self, name: str, port: int, ask: Ask, seconds: float, connections: int, most: int = MOST) -> load.Load:
+        result = load.run(
+            port,
+            body(ask.size, ask.warmth, stream=ask.stream),
+            self._number,
+            seconds=seconds,
+            most=most,
+            connections=connections,
+            stream=ask.stream,
+            key=KEY,
+        )
+        if result.errors:
+            self.found.errors[name] = self.found.errors.get(name, 0) + result.errors
+        return result
+
+    def _cpu(self, router: Router, ask: Ask, seconds: float) -> None:
+        self._load(router.name, router.port, ask, seconds / 10, ask.connections, most=2 * ask.connections)
+        usage = Usage(router.pid)
+        before = usage.cpu_seconds()
+        result = self._load(router.name, router.port, ask, seconds, ask.connections)
+        cost = (usage.cpu_seconds() - before) / max(result.requests, 1) * 1e6
+        self.found.add(cost, router.name, "cpu_us", ask.name)
+        if not ask.stream:
+            self.found.add(result.rate, router.name, "per_second", ask.name)
+
+    def _latency(self) -> None:
+        """Over direct, in the same round."""
+        ports = {"direct": self._direct, **{router.name: router.port for router in self._up}}
+        for connections in LATENCY_AT:
+            direct: load.Load | None = None
+            for name, port in ports.items():
+                self._load(name, port, UNARY, 0.02, connections, most=2 * connections)
+                result = self._load(name, port, UNARY, self._plan.latency, connections)
+                if direct is None:
+                    direct = result
+                    self.found.add(result.rate, name, "per_second", f"{connections} connections")
+                at = str(connections)
+                self.found.add(result.p50_ms, name, "p50_ms", at)
+                self.found.add(result.p99_ms, name, "p99_ms", at)
+                self.found.add(result.p50_ms - direct.p50_ms, name, "added_p50_ms", at)
+                self.found.add(result.p99_ms - direct.p99_ms, name, "added_p99_ms", at)
+                if connections == 1 and name == "tandem two legs":  # the stub takes as long for either leg
+                    self.found.add(result.p50_ms - 2 * direct.p50_ms, name, "added_by_two_legs_ms")
 
 
-def _measure(name: str, port: int, pid: int, *, stream: bool, count: int) -> dict[str, object]:
-    load.run(port, count=200 if not stream else 64, connections=CONNECTIONS, size=BODY, stream=stream, key=KEY)
-    before = _cpu_seconds(pid)
-    result = load.run(port, count=count, connections=CONNECTIONS, size=BODY, stream=stream, key=KEY)
-    cpu = (_cpu_seconds(pid) - before) / result.requests * 1e6
-    alone = load.run(port, count=200 if not stream else 10, connections=1, size=BODY, stream=stream, key=KEY)
+def machine() -> str:
+    """In words that name no host."""
+    cpu = platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
+            break
+    return f"{os.cpu_count()} cores of {cpu}, Linux, Python {platform.python_version()}"
+
+
+def measured(plan: Plan, only: frozenset[str]) -> dict[str, object]:
+    """Start what is there, measure, stop it."""
+    routers.environment()
+    began = time.monotonic()
+    cores = Cores.shared_out()
+    missing: dict[str, str] = {}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-bench-")))
+        stack.callback(shutil.rmtree, os.environ["TANDEM_HOME"], ignore_errors=True)
+        bench = Bench(folder, cores, stack)
+        up: list[Router] = []
+        wanted = {**routers.OURS, **(routers.PEERS if plan.peers else {})}
+        for name, start in wanted.items():
+            if only and name not in only:
+                continue
+            try:
+                up.append(stack.enter_context(start(bench)))
+            except NotStarted as error:
+                if name in routers.OURS:
+                    raise
+                missing[name] = str(error)
+        os.sched_setaffinity(0, cores.others)
+        found = Run(plan, up, bench).all()
     return {
-        "router": name,
-        "load": "33-chunk stream" if stream else "unary 1.2 kB",
-        "cpu_us": round(cpu, 1),
-        "per_second": round(result.rate),
-        "alone_p50_ms": round(alone.p50_ms, 3),
-        "alone_p99_ms": round(alone.p99_ms, 3),
-        "errors": result.errors + alone.errors,
-        "rss_mib": round(psutil.Process(pid).memory_info().rss / 2**20, 1),
+        "machine": machine(),
+        "date": time.strftime("%Y-%m-%d"),
+        "connections": CONNECTIONS,
+        "seconds": round(time.monotonic() - began),
+        "routers": found.tree(),
+        "errors": found.errors,
+        "missing": missing,
+        "micro": micro.measured(brief=plan is not DEFAULT),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
-    parser.add_argument("--unary", type=int, default=8_000, help="unary requests per figure")
-    parser.add_argument("--streams", type=int, default=800, help="streams per figure")
-    arguments = parser.parse_args()
-    rows: list[dict[str, object]] = []
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-bench-")))
-        stack.callback(shutil.rmtree, os.environ["TANDEM_HOME"], ignore_errors=True)
-        ports = [free_port() for _ in range(2)]
-        for port in ports:
-            stack.enter_context(_process(sys.executable, "-m", "tests.bench.stub", str(port)))
-            _await_port(port)
-        redis_server = RedisServer(folder)
-        redis_server.start()
-        stack.callback(redis_server.stop)
-        urls = [f"http://127.0.0.1:{port}" for port in ports]
-        aggregated = (SnapshotEngine(id="a", name="a", attempt=1, role=Role.AGGREGATED, url=urls[0], secret="s"),)
-        pair = (
-            SnapshotEngine(id="p", name="p", attempt=1, role=Role.PREFILL, url=urls[0], secret="s"),
-            SnapshotEngine(id="d", name="d", attempt=1, role=Role.DECODE, url=urls[1], secret="s"),
-        )
-
-        def both(name: str, port: int, pid: int) -> None:
-            for stream, count in ((False, arguments.unary), (True, arguments.streams)):
-                rows.append(_measure(name, port, pid, stream=stream, count=count))
-
-        for name, engines in (("tandem, aggregated", aggregated), ("tandem, disaggregated", pair)):
-            with _router(engines, redis_server, folder / name) as (port, pid):
-                both(name, port, pid)
-        if shutil.which("nginx"):
-            with _nginx(ports[0], folder) as (port, pid):
-                both("nginx", port, pid)
-    report = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-        "connections": CONNECTIONS,
-        "rows": rows,
-    }
-    if arguments.out:
-        arguments.out.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"{report['machine']}; {CONNECTIONS} connections; latency with 1 connection")
-    columns = list(rows[0])
-    print("  ".join(f"{c:>{22 if c == 'router' else 15}}" for c in columns))
-    for row in rows:
-        print("  ".join(f"{row[c]!s:>{22 if c == 'router' else 15}}" for c in columns))
-    if any(row["errors"] for row in rows):
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--quick", action="store_true", help="well under a minute, and rough")
+    length.add_argument("--smoke", action="store_true", help="seconds, no peers: shows only that the bench works")
+    parser.add_argument("--only", action="append", default=[], metavar="ROUTER", help="these alone (may be repeated)")
+    given = parser.parse_args()
+    plan = SMOKE if given.smoke else QUICK if given.quick else DEFAULT
+    figures = measured(plan, frozenset(given.only))
+    if given.out:
+        given.out.write_text(json.dumps(figures, indent=2) + "\n")
+    print(report.text(figures))
+    if any(name in routers.OURS or name == "direct" for name in figures["errors"]):  # type: ignore[attr-defined]
         raise SystemExit("some requests failed: the figures mean nothing")
 
 
