@@ -30,7 +30,6 @@ from workers.sim.http import (
     Receive,
     Scope,
     Send,
-    event,
     internal,
     no_route,
     unless_gone,
@@ -254,7 +253,7 @@ class App:
             await asyncio.Event().wait()
         if endpoint.job.stream:
             chunks = endpoint.chunks(request_id, generation)
-            await exchange.stream(self._spoiled(_with_error(chunks, endpoint)))
+            await exchange.stream(self._spoiled(_with_error(chunks, endpoint), endpoint))
             return
         try:
             choices = await generation.choices()
@@ -265,7 +264,7 @@ class App:
                 choice.text, choice.tokens = "", 0
         await exchange.json(endpoint.whole(request_id, generation, choices))
 
-    async def _spoiled(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async def _spoiled(self, chunks: AsyncIterator[bytes], endpoint: Endpoint) -> AsyncIterator[bytes]:
         """A stream with the faults that spoil streams."""
         count = 0
         if "empty-stream" in self._faults:
@@ -279,8 +278,8 @@ class App:
             if "truncated-stream" in self._faults:
                 raise _Broken
             if "in-band-error" in self._faults:
-                yield event(internal().body)
-                yield DONE
+                for frame in endpoint.failed(internal()):
+                    yield frame
                 return
             if "stalled-stream" in self._faults:
                 await asyncio.Event().wait()

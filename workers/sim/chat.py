@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 
 from workers.sim.generation import Choice, Generation, Job, check_length
 from workers.sim.http import DONE, ApiError, event, invalid
@@ -15,30 +16,44 @@ from workers.sim.sequence import Sampling, TokenLogprob
 from workers.sim.settings import FINGERPRINT, Settings
 
 
-class ForcedTool:
-    """The one call that `tool_choice` forces."""
+class ForcedCalls:
+    """The calls that `tool_choice` forces: the one named, or by `"required"` one of each tool."""
 
-    def __init__(self, name: str, schema: object, *, required: bool) -> None:
-        self.name = name
-        self.schema = schema
+    def __init__(self, functions: Sequence[Json], *, required: bool) -> None:
+        self.names = [str(function.get("name")) for function in functions]
+        self._scripts = [script(function.get("parameters")) for function in functions]
         self.required = required
         """By `"required"`, not by name: only then is the finish reason `tool_calls`."""
 
+    @property
+    def script(self) -> tuple[str, ...]:
+        return tuple(itertools.chain.from_iterable(self._scripts))
 
-def forced_tool(tools: Iterable[Json] | None, choice: object) -> ForcedTool | None:
+    def split(self, text: str, start: int = 0) -> list[tuple[int, str]]:
+        """To which call each part of `text` belongs. `start`: characters that were written before it."""
+        parts, end = [], 0
+        for index, pieces in enumerate(self._scripts):
+            begin, end = end, end + sum(map(len, pieces))
+            if part := text[max(begin - start, 0) : max(end - start, 0)]:
+                parts.append((index, part))
+        return parts
+
+
+def forced_calls(request: ChatRequest) -> ForcedCalls | None:
     """Raises `ApiError` when the tool that is asked for is not there."""
-    functions = [f for tool in tools or () if isinstance(f := tool.get("function"), dict)]
+    functions = [f for tool in request.tools or () if isinstance(f := tool.get("function"), dict)]
+    choice = request.tool_choice
     if choice == "required":
         if not functions:
             raise invalid("When using `tool_choice`, `tools` must be set.", "tool_choice")
-        return ForcedTool(str(functions[0].get("name")), functions[0].get("parameters"), required=True)
+        return ForcedCalls(functions[:1] if request.parallel_tool_calls is False else functions, required=True)
     if not isinstance(choice, dict):
         return None
     wanted = choice.get("function")
     name = wanted.get("name") if isinstance(wanted, dict) else None
     for function in functions:
         if function.get("name") == name:
-            return ForcedTool(str(name), function.get("parameters"), required=False)
+            return ForcedCalls([function], required=False)
     raise invalid("The tool specified in `tool_choice` does not match any of the specified `tools`", "tools")
 
 
@@ -83,7 +98,7 @@ class Chat:
         request.check()
         self.asked_model, self.model = request.model, settings.served_model_name
         self.created = int(time.time())
-        self.tool = forced_tool(request.tools, request.tool_choice)
+        self.calls = forced_calls(request)
         self._top = request.top_logprobs or 0
         if self._top and not request.logprobs:
             raise invalid("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
@@ -101,7 +116,7 @@ class Chat:
                 stop_token_ids=tuple(request.stop_token_ids or ()),
                 include_stop=request.include_stop_str_in_output,
                 logprobs=max(self._top, 1) if request.logprobs else None,
-                script=script(self.tool.schema) if self.tool else json_script(request.response_format),
+                script=self.calls.script if self.calls else json_script(request.response_format),
             ),
             n=request.n or 1,
             stream=bool(request.stream),
@@ -112,7 +127,7 @@ class Chat:
         )
 
     def _finish_reason(self, reason: str | None) -> str | None:
-        return "tool_calls" if self.tool and self.tool.required and reason == "stop" else reason
+        return "tool_calls" if self.calls and self.calls.required and reason == "stop" else reason
 
     def _message(self, choice: Choice) -> Json:
         message: Json = {
@@ -124,10 +139,10 @@ class Chat:
             "function_call": None,
             "reasoning": None,
         }
-        if self.tool:
+        if self.calls:
             message["content"] = ""
-            function = {"name": self.tool.name, "arguments": choice.text}
-            message["tool_calls"] = [{"id": tool_call_id(), "type": "function", "function": function}]
+            functions = [{"name": self.calls.names[n], "arguments": text} for n, text in self.calls.split(choice.text)]
+            message["tool_calls"] = [{"id": tool_call_id(), "type": "function", "function": f} for f in functions]
         return message
 
     def refuse(self, error: ApiError) -> ApiError:
@@ -178,7 +193,7 @@ class Chat:
         options = self.request.stream_options
         usage = bool(options and options.include_usage)
         continuous = usage and bool(options and options.continuous_usage_stats)
-        opened, calls = False, set[int]()
+        opened, written = False, [0] * len(generation.sequences)
         try:
             async for output in generation.outputs():
                 if not opened:
@@ -186,8 +201,9 @@ class Chat:
                     for first in self._opening(request_id, generation, continuous=continuous):
                         yield first
                 delta: Json = {"content": output.text}
-                if self.tool:
-                    delta = self._tool_delta(output.choice, output.text, calls)
+                if self.calls:
+                    delta = self._tool_delta(self.calls, output.text, written[output.choice])
+                    written[output.choice] += len(output.text)
                 entry: Json = {
                     "index": output.choice,
                     "delta": delta,
@@ -225,13 +241,17 @@ class Chat:
             frames.append(event(first | {"usage": generation.usage.continuous(0)} if continuous else first))
         return frames
 
-    def _tool_delta(self, index: int, text: str, calls: set[int]) -> Json:
-        assert self.tool is not None
-        if index not in calls:
-            calls.add(index)
-            function = {"name": self.tool.name, "arguments": text}
-            return {"tool_calls": [{"id": tool_call_id(), "type": "function", "index": 0, "function": function}]}
-        return {"tool_calls": [{"index": 0, "function": {"arguments": text}}]} if text else {}
+    def _tool_delta(self, calls: ForcedCalls, text: str, written: int) -> Json:
+        """What `text` adds to the calls, after `written` characters of them."""
+        begun = {index for index, _ in calls.split("".join(calls.script)[:written])}
+        parts: list[Json] = []
+        for index, part in calls.split(text, written):
+            if index in begun:
+                parts.append({"index": index, "function": {"arguments": part}})
+            else:
+                function = {"name": calls.names[index], "arguments": part}
+                parts.append({"id": tool_call_id(), "type": "function", "index": index, "function": function})
+        return {"tool_calls": parts} if parts else {}
 
 
 def tool_call_id() -> str:

@@ -96,17 +96,16 @@ class Messages:
     def _stop(self, reason: str | None, stop_reason: int | str | None) -> tuple[str | None, str | None]:
         if reason == "length":
             return "max_tokens", None
-        if self._chat.tool:
+        if self._chat.calls:
             return "tool_use", None
         return ("stop_sequence", stop_reason) if isinstance(stop_reason, str) else ("end_turn", None)
 
     def whole(self, request_id: str, generation: Generation, choices: list[Choice]) -> Json:
         choice = choices[0]
         content: list[Json] = []
-        if tool := self._chat.tool:
-            # A call that was cut short has no valid arguments.
-            arguments = {} if choice.finish_reason == "length" else msgspec.json.decode(choice.text)
-            content.append({"type": "tool_use", "id": tool_call_id(), "name": tool.name, "input": arguments})
+        if calls := self._chat.calls:
+            for n, text in calls.split(choice.text):
+                content.append({"type": "tool_use", "id": tool_call_id(), "name": calls.names[n], "input": whole(text)})
         elif choice.text:
             content.append({"type": "text", "text": choice.text})
         reason, sequence = self._stop(choice.finish_reason, choice.stop_reason)
@@ -126,7 +125,7 @@ class Messages:
         return reply
 
     async def chunks(self, request_id: str, generation: Generation) -> AsyncIterator[bytes]:
-        opened = False
+        block, written = -1, 0
         reason: str | None = None
         stop_reason: int | str | None = None
         started = False
@@ -144,33 +143,45 @@ class Messages:
                     "usage": {"input_tokens": generation.usage.prompt_tokens, "output_tokens": 0},
                 }
                 yield named_event({"type": "message_start", "message": message})
-            if output.text:
-                if not opened:
-                    opened = True
-                    yield named_event({"type": "content_block_start", "content_block": self._block(), "index": 0})
-                yield named_event({"type": "content_block_delta", "delta": self._delta(output.text), "index": 0})
+            calls = self._chat.calls
+            for n, text in calls.split(output.text, written) if calls else [(0, output.text)] if output.text else []:
+                if n != block:
+                    if block >= 0:
+                        yield named_event({"type": "content_block_stop", "index": block})
+                    block = n
+                    yield named_event({"type": "content_block_start", "content_block": self._block(n), "index": n})
+                yield named_event({"type": "content_block_delta", "delta": self._delta(text), "index": n})
+            written += len(output.text)
             if output.finish_reason is not None:
                 reason, stop_reason = output.finish_reason, output.stop_reason
-        if opened:
-            yield named_event({"type": "content_block_stop", "index": 0})
+        if block >= 0:
+            yield named_event({"type": "content_block_stop", "index": block})
         kind, sequence = self._stop(reason, stop_reason)
         delta = {"stop_reason": kind, "stop_sequence": sequence}
         yield named_event({"type": "message_delta", "delta": delta, "usage": usage_of(generation.usage)})
         yield named_event({"type": "message_stop"})
 
-    def _block(self) -> Json:
-        if tool := self._chat.tool:
-            return {"type": "tool_use", "id": tool_call_id(), "name": tool.name, "input": {}}
+    def _block(self, n: int) -> Json:
+        if calls := self._chat.calls:
+            return {"type": "tool_use", "id": tool_call_id(), "name": calls.names[n], "input": {}}
         return {"type": "text", "text": ""}
 
     def _delta(self, text: str) -> Json:
-        if self._chat.tool:
+        if self._chat.calls:
             return {"type": "input_json_delta", "partial_json": text}
         return {"type": "text_delta", "text": text}
 
     def failed(self, error: ApiError) -> list[bytes]:
         inner = {"type": "internal_error", "message": error.message}
         return [named_event({"type": "error", "error": inner})]
+
+
+def whole(arguments: str) -> object:
+    """A call's arguments as an object; of a call that was cut short: none."""
+    try:
+        return msgspec.json.decode(arguments)
+    except msgspec.DecodeError:
+        return {}
 
 
 def in_anthropic_shape(error: ApiError) -> ApiError:

@@ -65,6 +65,7 @@ class ChatRequest(Common, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0)] | None = 0
     tools: list[Json] | None = None
     tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = True
 
 
 class CompletionRequest(Common, kw_only=True):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator
+from typing import Any
 
 from workers.sim.chat import Chat, tool_call_id
 from workers.sim.generation import Choice, Generation, Usage
@@ -85,7 +86,6 @@ class Responses:
                 param="response_id",
             )
         self._request = request
-        self._call_id = tool_call_id()
         tools, tool_choice = chat_tools(request)
         self._chat = Chat(
             ChatRequest(
@@ -99,6 +99,7 @@ class Responses:
                 seed=request.seed,
                 tools=tools,
                 tool_choice=tool_choice,
+                parallel_tool_calls=request.parallel_tool_calls,
                 cache_salt=request.cache_salt,
                 kv_transfer_params=request.kv_transfer_params,
             ),
@@ -147,12 +148,13 @@ class Responses:
             "output_messages": None,
         }
 
-    def _item(self, id: str, text: str, status: str) -> Json:
-        if tool := self._chat.tool:
+    def _item(self, id: str, text: str, status: str, name: str | None) -> Json:
+        """`name`: of the tool that is called; None: it is text."""
+        if name is not None:
             return {
                 "arguments": text,
-                "call_id": self._call_id,
-                "name": tool.name,
+                "call_id": tool_call_id(),
+                "name": name,
                 "type": "function_call",
                 "id": id,
                 "async": None,
@@ -173,14 +175,18 @@ class Responses:
     def _part(self, text: str, logprobs: list[Json] | None = None) -> Json:
         return {"annotations": [], "text": text, "type": "output_text", "logprobs": logprobs}
 
-    def _item_id(self) -> str:
-        return ("fc_" if self._chat.tool else "msg_") + secrets.token_hex(8)
+    def _parts(self, text: str, written: int) -> list[tuple[int, str | None, str]]:
+        """Number and tool of the output items that `text` adds to, after `written` characters of them."""
+        if calls := self._chat.calls:
+            return [(n, calls.names[n], part) for n, part in calls.split(text, written)]
+        return [(0, None, text)] if text else []
 
     def whole(self, request_id: str, generation: Generation, choices: list[Choice]) -> Json:
         choice = choices[0]
         status = "incomplete" if choice.finish_reason == "length" else "completed"
-        item = self._item(self._item_id(), choice.text, "completed")
-        return self._response(request_id, status, [item], generation)
+        parts = self._parts(choice.text, 0) or [(0, None, "")]
+        output = [self._item(item_id(name), text, "completed", name) for _, name, text in parts]
+        return self._response(request_id, status, output, generation)
 
     async def chunks(self, request_id: str, generation: Generation) -> AsyncIterator[bytes]:
         number = -1
@@ -193,38 +199,64 @@ class Responses:
         begun = self._response(request_id, "in_progress", [], None)
         yield frame("response.created", response=begun)
         yield frame("response.in_progress", response=begun)
-        text, item_id, status = "", self._item_id(), "completed"
-        delta = "response.function_call_arguments.delta" if self._chat.tool else "response.output_text.delta"
+        item: _Item | None = None
+        output_items: list[Json] = []
+        written, status = 0, "completed"
         async for output in generation.outputs():
             if output.finish_reason == "length":
                 status = "incomplete"
-            if not output.text:
-                continue
-            if not text:
-                opened = self._item(item_id, "", "in_progress")
-                yield frame("response.output_item.added", item=opened, output_index=0)
-                if not self._chat.tool:
-                    part = self._part("", [])
-                    yield frame(
-                        "response.content_part.added", content_index=0, item_id=item_id, output_index=0, part=part
-                    )
-            text += output.text
-            fields: Json = {"delta": output.text, "item_id": item_id, "output_index": 0}
-            yield frame(delta, **fields if self._chat.tool else fields | {"content_index": 0, "logprobs": []})
-        output_items = []
-        if text:
-            item = self._item(item_id, text, "completed")
-            output_items = [item]
-            place: Json = {"item_id": item_id, "output_index": 0}
-            if tool := self._chat.tool:
-                yield frame("response.function_call_arguments.done", arguments=text, name=tool.name, **place)
-            else:
-                yield frame("response.output_text.done", content_index=0, logprobs=[], text=text, **place)
-                yield frame("response.content_part.done", content_index=0, part=self._part(text), **place)
-            yield frame("response.output_item.done", item=item, output_index=0)
+            for n, name, text in self._parts(output.text, written):
+                if item is None or item.number != n:
+                    if item is not None:
+                        for done in self._closing(item, output_items):
+                            yield frame(**done)
+                    item = _Item(n, name)
+                    opened = self._item(item.id, "", "in_progress", name)
+                    yield frame("response.output_item.added", item=opened, output_index=n)
+                    if name is None:
+                        part = self._part("", [])
+                        yield frame("response.content_part.added", **item.place, content_index=0, part=part)
+                item.text += text
+                if name is None:
+                    yield frame("response.output_text.delta", **item.place, delta=text, content_index=0, logprobs=[])
+                else:
+                    yield frame("response.function_call_arguments.delta", **item.place, delta=text)
+            written += len(output.text)
+        if item is not None:
+            for done in self._closing(item, output_items):
+                yield frame(**done)
         finished = self._response(request_id, status, output_items, generation)
         yield frame("response.completed", response=finished)
+
+    def _closing(self, item: _Item, output: list[Json]) -> list[dict[str, Any]]:
+        """The frames that end an output item, which is added to `output`."""
+        whole = self._item(item.id, item.text, "completed", item.name)
+        output.append(whole)
+        last: dict[str, Any] = {"kind": "response.output_item.done", "item": whole, "output_index": item.number}
+        if item.name is not None:
+            arguments = {"arguments": item.text, "name": item.name}
+            return [{"kind": "response.function_call_arguments.done", **item.place, **arguments}, last]
+        text = {"kind": "response.output_text.done", "content_index": 0, "logprobs": [], "text": item.text}
+        part = {"kind": "response.content_part.done", "content_index": 0, "part": self._part(item.text)}
+        return [{**text, **item.place}, {**part, **item.place}, last]
 
     def failed(self, error: ApiError) -> list[bytes]:
         """vLLM 0.32 cannot word a failure in this stream: it breaks off."""
         raise error
+
+
+class _Item:
+    """One output item of a stream."""
+
+    def __init__(self, number: int, name: str | None) -> None:
+        self.number, self.name, self.text = number, name, ""
+        self.id = item_id(name)
+
+    @property
+    def place(self) -> dict[str, Any]:
+        return {"item_id": self.id, "output_index": self.number}
+
+
+def item_id(name: str | None) -> str:
+    """A new id, as vLLM begins them for text and for calls."""
+    return ("fc_" if name is not None else "msg_") + secrets.token_hex(8)
