@@ -23,6 +23,7 @@ class Account:
         "last_text_at",
         "longest_gap",
         "prefill_seconds",
+        "queue_seconds",
         "reader",
         "received_at",
         "sent_at",
@@ -30,6 +31,7 @@ class Account:
         "tokenised_at",
         "truncated",
         "usage",
+        "waited_first",
     )
 
     def __init__(self, received_at: float) -> None:
@@ -39,6 +41,10 @@ class Account:
         self.tokenised_at = self.chosen_at = 0.0
         self.sent_at = self.first_text_at = self.last_text_at = self.longest_gap = 0.0
         self.prefill_seconds: float | None = None
+        self.queue_seconds: float | None = None
+        """Spent waiting for an engine with room; None: it never had to."""
+        self.waited_first = 0.0
+        """What of that was before the first leg: no overhead of the router."""
         self.usage = Usage()
         self.reader: EventReader | None = None
         """Of the stream that is relayed; None: the answer is no stream."""
@@ -54,6 +60,12 @@ class Account:
         """The first leg has its engine."""
         if not self.chosen_at:
             self.chosen_at = perf_counter()
+
+    def waited(self, seconds: float) -> None:
+        """Engines were full for so long."""
+        self.queue_seconds = (self.queue_seconds or 0.0) + seconds
+        if not self.sent_at:
+            self.waited_first += seconds
 
     def sending(self) -> None:
         """The first byte for an engine leaves now."""
@@ -74,7 +86,7 @@ class Account:
     @property
     def overhead_us(self) -> float:
         """The router's own time before the first byte to an engine, in microseconds."""
-        return (self.sent_at - self.received_at) * 1e6 if self.sent_at else 0.0
+        return (self.sent_at - self.received_at - self.waited_first) * 1e6 if self.sent_at else 0.0
 
     def stages(self) -> dict[str, float]:
         """The parts of `overhead_us`; empty: no engine was asked."""
@@ -83,7 +95,7 @@ class Account:
         return {
             "read": (self.began_at - self.received_at) * 1e6,
             "tokenise": (self.tokenised_at - self.began_at) * 1e6,
-            "choose": (self.chosen_at - self.tokenised_at) * 1e6,
+            "choose": (self.chosen_at - self.tokenised_at - self.waited_first) * 1e6,
             "send": (self.sent_at - self.chosen_at) * 1e6,
         }
 
@@ -138,4 +150,5 @@ class Account:
             longest_gap=self.longest_gap if steps > 0 else None,
             e2e=now - self.received_at,
             overhead_us=self.overhead_us,
+            queue_seconds=self.queue_seconds,
         )

@@ -12,7 +12,7 @@ from array import array
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from controlplane.fleet.wire import Result
+from controlplane.fleet.wire import Affinity, Result
 from frontend_api import explain, flow, openai
 from frontend_api.account import Account
 from frontend_api.decisions import Kept
@@ -23,6 +23,7 @@ from frontend_api.reading import Request
 from frontend_api.server import ClientConnection
 from frontend_api.upstream import Broken, Leg
 from frontend_api.view import Deployment
+from frontend_api.waiting import Place
 
 if TYPE_CHECKING:
     from frontend_api.gate import Router
@@ -61,11 +62,15 @@ class Exchange:
         self.leg: Leg | None = None
         self._slow = connection.slow  # what it was sent before may still be on its way
         self._over = False
-        self._trace = flow.Trace()
+        watched = self.account.began_at < router.decisions.watched_until
+        self._trace = flow.Trace(explain=self._explain or watched)
         self._cache: Cache | None = None
         self._standing: Standing | None = None
         self._prompt: Prompt | None = None
         self._flow: flow.Flow | None = None
+        self._tokens: array[int] | None = None
+        """Kept while it may have to wait: what the engines have of them changes."""
+        self._place: Place | None = None
         headers = request.headers
         passed = b"x-request-id: %b\r\n" % request_id
         for name in _PASSED_UP:
@@ -106,8 +111,27 @@ class Exchange:
             self._standing = self.router.decisions.standing(cache, self.account.tokenised_at)
             if tokens is not None:
                 self._prompt = cache.prompt(tokens, self._ask.salt)
-        self._flow = flow.serve(self._deployment, self._ask.alone, self._trace, monotonic, self._prompt)
+        router, deployment, alone = self.router, self._deployment, self._ask.alone
+        queued = False
+        if deployment.routing.max_in_flight is not None:
+            self._tokens = tokens
+            queued = router.waiting.before(deployment, alone=alone is not None, priority=self._priority)
+        if router.loads.shared:
+            router.loads.refresh(monotonic())
+        self._flow = flow.serve(
+            deployment, alone, self._trace, monotonic, self._prompt, self._session(), router.loads, queued=queued
+        )
         self.advance(None)
+
+    def _session(self) -> bytes | None:
+        """What the request has in common with those that are to go the same way."""
+        affinity = self._deployment.routing.affinity
+        if affinity is Affinity.NONE:
+            return None
+        session = self.request.headers.get(b"x-session-id")
+        if not session and affinity is Affinity.USER and (user := openai.user_of(self.endpoint, self._ask)):
+            session = user.encode("utf-8", "surrogatepass")
+        return session or None
 
     def advance(self, outcome: flow.Outcome) -> None:
         """Tell the flow how its last step went, and take its next."""
@@ -115,7 +139,9 @@ class Exchange:
             return
         try:
             step = self._flow.send(outcome)
-            if step is not None:
+            if isinstance(step, flow.Wait):
+                self._wait(step)
+            elif step is not None:
                 self._start(step)
         except StopIteration as stop:
             self._finish(stop.value)
@@ -125,6 +151,8 @@ class Exchange:
 
     def _start(self, step: flow.Prefill | flow.Decode) -> None:
         self.leg = None
+        if self._place is not None:
+            self._stop_waiting()
         self.account.chosen()
         pool = self.router.upstreams.pool(step.engine)
         body = self.request.body
@@ -135,6 +163,45 @@ class Exchange:
             receiver = AnswerLeg(self)
             body = openai.answer_body(body, self._ask.metering, step.params)
         self.leg = pool.start(receiver, self._target, self._headers, body, fresh=step.fresh)
+
+    # ---- waiting for room
+
+    @property
+    def _priority(self) -> int:
+        key = self.request.key
+        return key.priority if key is not None else 0
+
+    def _wait(self, step: flow.Wait) -> None:
+        self.leg = None
+        if self._place is not None:
+            return  # there was no room: it stays where it stands
+        policy = self._deployment.routing
+        waiting = self.router.waiting
+        self._place = waiting.join(self._deployment, self, alone=step.alone, priority=self._priority)
+        if self._place is None:
+            self.account.waited(0.0)
+            self.advance(
+                flow.NoRoom(f"All engines are busy, and {policy.queue_limit} requests wait already; try again.")
+            )
+
+    def room(self, deployment: Deployment | None) -> None:
+        if deployment is not None:
+            self._deployment = deployment
+            cache = self._cache = self.router.evidence.of(deployment)
+            if self._tokens is not None and cache is not None:
+                self._prompt = cache.prompt(self._tokens, self._ask.salt)
+        self.advance(flow.Room(deployment, self._prompt))
+
+    def no_room(self) -> None:
+        self._stop_waiting()
+        seconds = self._deployment.routing.queue_seconds
+        self.advance(flow.NoRoom(f"All engines are busy: none had room within {seconds:g} seconds; try again."))
+
+    def _stop_waiting(self) -> None:
+        place, self._place = self._place, None
+        if place is not None:
+            self.router.waiting.leave(place)
+            self.account.waited(monotonic() - place.since)
 
     def crashed(self) -> None:
         """A defect of the router's own: the client is told, and nothing stays behind."""
@@ -195,7 +262,8 @@ class Exchange:
         return b"".join(lines)
 
     def _explanation(self) -> bytes:
-        return explain.headers(self._trace, self._cache, self._prompt, self.account.overhead_us)
+        account, mode = self.account, self._deployment.routing.mode
+        return explain.headers(self._trace, mode, self._cache, self._prompt, account.overhead_us, account.stages())
 
     def relay(self, data: bytes, last: bool) -> None:
         """Whole events for the client, timed. `last`: the answer ends with them."""
@@ -215,12 +283,17 @@ class Exchange:
             self.router.reply_problem(connection, verdict, self.endpoint.shape, self.request_id, extra)
         else:
             body = openai.shaped_error(status, verdict.body, self.endpoint.shape)
-            connection.reply(status, b"content-type: application/json\r\n" + self.answer_headers([]), body)
+            headers = b"content-type: application/json\r\n" + self.answer_headers([])
+            if verdict.retry_after is not None:
+                headers += b"retry-after: %d\r\n" % verdict.retry_after
+            connection.reply(status, headers, body)
         self._end(status, Result.REFUSED if status < 500 else Result.FAILED)
 
     def _end(self, status: int, result: Result) -> None:
         self._over = True
         self.router.exchanges.discard(self)
+        self._stop_waiting()
+        self._tokens = None
         leg, self.leg = self.leg, None
         if leg is not None:
             leg.cancel()

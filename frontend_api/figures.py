@@ -107,6 +107,7 @@ GAUGES: dict[str, Metric] = {
     "snapshot_version": Metric(("process",), "Version of the fleet snapshot in force."),
     "client_connections": Metric((), "Open connections of clients."),
     "upstream_connections": Metric((), "Open connections to engines."),
+    "waiting": Metric(("deployment",), "Requests that wait now because every engine they could go to is full."),
     "records_waiting": Metric((), "Request records that wait for Redis."),
 }
 HISTOGRAMS: dict[str, Spread] = {
@@ -123,6 +124,9 @@ HISTOGRAMS: dict[str, Spread] = {
     ),
     "e2e_seconds": Spread(
         ("deployment",), WAITS, "From the whole request to the end of its answer, if an engine was asked."
+    ),
+    "queue_seconds": Spread(
+        ("deployment",), WAITS, "Waiting because every engine was full; requests that had to, however they ended."
     ),
     "prefill_seconds": Spread(("deployment",), WAITS, "The prefill leg, from its start to its reply."),
     "overhead_microseconds": Spread(

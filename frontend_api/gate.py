@@ -21,12 +21,14 @@ from frontend_api import openai
 from frontend_api.decisions import Decisions, Telling
 from frontend_api.evidence import Evidence
 from frontend_api.exchange import Exchange
+from frontend_api.loads import Loads
 from frontend_api.openai import ENDPOINTS, OWNED_HEADER, Problem, Shape
 from frontend_api.reading import Request
 from frontend_api.server import ClientConnection, Server
 from frontend_api.telemetry import Telemetry
 from frontend_api.upstream import Upstreams
 from frontend_api.view import Deployment, View
+from frontend_api.waiting import Waiting
 
 _JSON = b"content-type: application/json\r\n"
 _TEXT = b"content-type: text/plain; version=0.0.4; charset=utf-8\r\n"
@@ -48,6 +50,7 @@ class Router:
         telemetry: Telemetry,
         *,
         evidence: Evidence | None = None,
+        loads: Loads | None = None,
         decisions: Decisions | None = None,
         auth: bool = True,
         silence_seconds: float = 600.0,
@@ -57,6 +60,9 @@ class Router:
         self.upstreams = upstreams
         self.telemetry = telemetry
         self.evidence = evidence or Evidence(view)
+        self.loads = loads or Loads()
+        self.waiting = Waiting(view, self.loads)
+        view.followers += [self.loads, self.waiting]
         self.decisions = decisions or Decisions()
         self.auth = auth
         self.silence_seconds = silence_seconds
@@ -128,13 +134,17 @@ class Router:
         connection.reply(problem.status, headers, openai.error_body(problem, shape))
 
     def sweep(self, now: float) -> None:
-        """Once a second: time limits of engines. `now`: monotonic."""
+        """Once a second: what is known of engines ages, and their time limits. `now`: monotonic."""
+        self.view.settle(now)
         for exchange in list(self.exchanges):
             exchange.check(now)
+        for engine in self.view.engines():
+            engine.rest(now)
+        self.waiting.look()  # engines came back, or their overload is over
 
     def share_figures(self) -> None:
         """Once a second: show the figures of this process to its siblings."""
-        self.telemetry.share(self.view, self.evidence, **self._connections())
+        self.telemetry.share(self.view, self.evidence, waiting=self.waiting.counts(), **self._connections())
 
     def _connections(self) -> dict[str, int]:
         clients = len(self.server.connections) if self.server is not None else 0
@@ -220,7 +230,9 @@ class Router:
             body = b'{"status":"ready"}' if ready else b'{"status":"no engine can answer"}'
             connection.reply(200 if ready else 503, _JSON, body)
         elif path == b"/metrics":
-            connection.reply(200, _TEXT, self.telemetry.text(self.view, self.evidence, **self._connections()))
+            waiting = self.waiting.counts()
+            text = self.telemetry.text(self.view, self.evidence, waiting=waiting, **self._connections())
+            connection.reply(200, _TEXT, text)
         elif path == _DECISIONS:
             self._tell_decisions(request, connection)
         elif path == _MODELS:

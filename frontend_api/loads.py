@@ -162,6 +162,11 @@ class Loads:
 
     # ---- the others' loads
 
+    @property
+    def shared(self) -> bool:
+        """Whether there is anybody else."""
+        return bool(self._siblings or self._abroad)
+
     def refresh(self, now: float) -> None:
         """Before a choice: see what the others have, unless that was done just now. `now`: monotonic."""
         if now >= self._next:
@@ -169,7 +174,7 @@ class Loads:
 
     def look(self, now: float) -> None:
         """See what the others have at this moment."""
-        self._next = now + REFRESH_SECONDS if self._siblings or self._abroad else inf
+        self._next = now + REFRESH_SECONDS
         anew, self._anew = self._anew, False
         changed = anew
         for sibling in self._siblings:

@@ -6,7 +6,7 @@ Nothing here ever makes a request wait: records go into a bounded queue, and wha
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from controlplane.fleet.wire import CacheState, RequestRecord, RouterStatus, encode
 from frontend_api import figures
@@ -66,6 +66,7 @@ class Telemetry:
         self._e2e = histograms["e2e_seconds"]
         self._prefill = histograms["prefill_seconds"]
         self._overhead = histograms["overhead_microseconds"]
+        self._queue_wait = histograms["queue_seconds"]
 
     def record(self, record: RequestRecord, stages: Mapping[str, float] = _NO_STAGES) -> None:
         """Count one finished request and queue its record. `stages`: of `overhead_us`, in microseconds."""
@@ -95,6 +96,8 @@ class Telemetry:
                 observe(self._gap, STEPS, labels, record.longest_gap)
         if record.prefill_seconds is not None:
             observe(self._prefill, WAITS, labels, record.prefill_seconds)
+        if record.queue_seconds is not None:
+            observe(self._queue_wait, WAITS, labels, record.queue_seconds)
         if record.overhead_us:
             observe(self._e2e, WAITS, labels, record.e2e)
             observe(self._overhead, MICROSECONDS, _ALL, record.overhead_us)
@@ -150,8 +153,11 @@ class Telemetry:
 
     # ---- to Prometheus
 
-    def share(self, view: View, evidence: Evidence, *, clients: int, upstream: int) -> None:
-        """Bring the gauges up to date and show this process's figures to the others. Once a second."""
+    def share(
+        self, view: View, evidence: Evidence, *, clients: int, upstream: int, waiting: Iterable[tuple[str, int]] = ()
+    ) -> None:
+        """Bring the gauges up to date and show this process's figures to the others. Once a second. `waiting`: how many
+        requests wait for room, by served name."""
         gauges = self._gauges
         for gauge in gauges.values():
             gauge.clear()
@@ -177,6 +183,9 @@ class Telemetry:
         gauges["client_connections"][()] = clients
         gauges["upstream_connections"][()] = upstream
         gauges["records_waiting"][()] = len(self._queue)
+        for served, many in waiting:
+            deployment = view.deployments.get(served)
+            gauges["waiting"][deployment.name if deployment is not None else served,] = many
         if self._slots is not None:
             self._slots.write(self._index, self._figures)
 
@@ -194,8 +203,10 @@ class Telemetry:
         for name in self._kv_seen.keys() - present:
             del self._kv_seen[name]
 
-    def text(self, view: View, evidence: Evidence, *, clients: int, upstream: int) -> bytes:
+    def text(
+        self, view: View, evidence: Evidence, *, clients: int, upstream: int, waiting: Iterable[tuple[str, int]] = ()
+    ) -> bytes:
         """The figures of all processes behind the port; the others' are up to a second old."""
-        self.share(view, evidence, clients=clients, upstream=upstream)
+        self.share(view, evidence, clients=clients, upstream=upstream, waiting=waiting)
         others = self._slots.others(self._index) if self._slots is not None else []
         return figures.text(figures.added([self._figures, *others]))
