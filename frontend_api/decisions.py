@@ -11,8 +11,8 @@ import logging
 import mmap
 import struct
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
-from time import monotonic
+from collections.abc import AsyncIterator, Iterable, Sequence
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import parse_qs
 from zlib import crc32
@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.wire import RequestRecord
+from frontend_api.routing import Choice, Reason, explain_costs
 
 if TYPE_CHECKING:
     from frontend_api.costs import Cost
@@ -38,6 +39,8 @@ USUAL_LIMIT = 50
 STANDING_SECONDS = 0.25
 """For so long a deployment's state is taken as it was found."""
 LOOK_SECONDS = 0.1
+WATCHED_SECONDS = 60.0
+"""For so long after somebody asked, choices are weighed in all modes."""
 ANSWER_SECONDS = 2.0
 """For which the other processes are waited for."""
 
@@ -87,6 +90,9 @@ class Decision(Struct):
     ttft: float | None
     overhead_us: float
     stages_us: dict[str, float]
+    weighed: str
+    """When the candidates were: `then`, by the choice itself; `now`, with the load of the moment you ask (modes that weigh
+    nothing; for a while after you asked they do)."""
     candidates: list[Candidate]
 
 
@@ -148,6 +154,8 @@ class Decisions:
         self._standings: dict[str, tuple[float, Standing]] = {}
         """By deployment: nobody says when one leaves, and its cache is not to be kept alive."""
         self._answered_at = 0.0
+        self.watched_until = 0.0
+        """Until this `perf_counter` time somebody is expected to ask again: choices that weigh nothing are to be weighed."""
 
     def standing(self, cache: Cache, now: float) -> Standing:
         """A deployment's state, at most `STANDING_SECONDS` old. `now`: of any one clock, seconds."""
@@ -162,6 +170,7 @@ class Decisions:
 
     async def told(self, model: str, limit: int) -> bytes:
         """The newest decisions of all processes, as JSON. `model`: of one deployment only, by either of its names."""
+        self.watched_until = perf_counter() + WATCHED_SECONDS
         decisions = [decision async for decision in self._own()]
         silent: list[int] = []
         if self._board is not None:
@@ -178,6 +187,7 @@ class Decisions:
             asked_at = self._board.asked_at
             if asked_at > self._answered_at:
                 self._answered_at = asked_at
+                self.watched_until = perf_counter() + WATCHED_SECONDS
                 decisions = [decision async for decision in self._own()]
                 self._board.answer(self._index, _fitting(decisions, Board.SLOT - 64), monotonic())
             await asyncio.sleep(LOOK_SECONDS)
@@ -261,6 +271,7 @@ def _fitting(decisions: Iterable[Decision], size: int) -> bytes:
 def _decision(kept: Kept, process: int) -> Decision:
     record, trace, deployment = kept.record, kept.trace, kept.deployment
     standing = kept.standing
+    costs = trace.costs or _costs_now(kept)
     return Decision(
         at=record.at,
         process=process,
@@ -284,8 +295,19 @@ def _decision(kept: Kept, process: int) -> Decision:
         ttft=record.ttft,
         overhead_us=record.overhead_us,
         stages_us=kept.stages,
-        candidates=[_candidate(cost, record) for cost in trace.costs],
+        weighed="then" if trace.weighed else "now",
+        candidates=[_candidate(cost, record) for cost in costs],
     )
+
+
+def _costs_now(kept: Kept) -> Sequence[Cost]:
+    """What would be weighed if the same choice were made now."""
+    deployment, record = kept.deployment, kept.record
+    engines = {engine.id: engine for engine in (*deployment.prefill, *deployment.answering)}
+    prefill, decode = (engines.get(name or "") for name in (record.prefill, record.decode))
+    choice = Choice(prefill, decode, Reason.NO_ENGINE)
+    weighed = explain_costs(deployment, choice, now=monotonic())
+    return [cost for pool in weighed for cost in pool.costs()]
 
 
 def _candidate(cost: Cost, record: RequestRecord) -> Candidate:
