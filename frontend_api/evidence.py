@@ -14,8 +14,9 @@ from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from controlplane.fleet.wire import RoutingMode
-from frontend_api.kvevents import Knowledge, Rank, Trouble
-from frontend_api.kvindex import Holder, Index, Sent, chain
+from frontend_api.kvevents import Debt, Knowledge, Rank, Trouble
+from frontend_api.kvindex import LIMIT, Holder, Index, Sent, chain
+from frontend_api.kvpredict import Predicted
 from frontend_api.view import Deployment, Engine, View
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ USUAL_BLOCK_SIZE = 16
 NO_TOKENIZER = "the router has no tokenizer for this model"
 LOADING = "the tokenizer is being loaded"
 CACHE_AWARE = (RoutingMode.KV, RoutingMode.KV_APPROXIMATE)
+RANKS = "kv_rank_unknown"
+"""The engine itself chooses which of its data-parallel ranks takes a request."""
 
 
 class Slow(Protocol):
@@ -72,12 +75,27 @@ class Standing(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where one engine publishes its events."""
+    """Where one rank of an engine publishes its events."""
 
+    deployment: str
     engine: str
     attempt: int
+    url: str
+    rank: int
     events: str
     replay: str
+
+
+def source(deployment: str, engine: Engine, rank: int) -> Source:
+    """vLLM's data-parallel ranks publish on the engine's ports plus their number (`offset_endpoint_port`)."""
+    spec = engine.spec
+    events, replay = _offset(spec.events, rank), _offset(spec.replay, rank)
+    return Source(deployment, spec.id, spec.attempt, spec.url, rank, events, replay)
+
+
+def _offset(address: str, rank: int) -> str:
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + rank}" if rank and port.isdecimal() else address
 
 
 class Prompt:
@@ -102,21 +120,33 @@ class Prompt:
 
     def computed(self, engine: Engine, now: float) -> None:
         """The engine has computed what it lacked."""
-        self._cache.computed_on(engine, self.lacking(engine), now)
+        self._cache.computed_on(engine, self.lacking(engine), self._hashes, now)
+
+    def failed(self, engine: Engine) -> None:
+        """The engine will not compute it."""
+        self._cache.failed_on(engine, self._hashes)
 
 
 class Cache:
     """The KV of one deployment's engines."""
 
-    def __init__(self, deployment: Deployment) -> None:
+    def __init__(self, deployment: Deployment, limit: int = LIMIT) -> None:
+        """`limit`: of its index."""
         self.name = deployment.name
-        self.index = Index()
+        self.index = Index(limit)
         self.tokens: TokenSource | None = None
         self.folder = ""
-        """Whose tokens these are to be; another one brings others."""
+        self.tokenizer_key = ""
+        """Where the files of the tokenizer are: in this folder, and in Redis."""
+        self.tokenizer = ""
+        """Whose tokens these are to be: the files' digest, else their folder. Another one brings others."""
+        self.awaits_tokens = False
+        """They are being loaded, or can still come."""
         self.no_tokens = NO_TOKENIZER
         """Why there are none."""
-        self.ranks: dict[Engine, Rank] = {}
+        self.ranks: dict[Engine, tuple[Rank, ...]] = {}
+        """Of the engines that publish events."""
+        self.predicted = Predicted()
         self.mode = deployment.routing.mode
         self.tokenization: dict[Engine, Tokenization] = {}
         """Of the engines that were asked (`tokencheck`)."""
@@ -129,16 +159,17 @@ class Cache:
 
     def keep_up(self, deployment: Deployment, now: float) -> None:
         """Follow who is in the deployment. An engine that left takes its blocks with it."""
-        if deployment.tokenizer != self.folder:
-            self.folder = deployment.tokenizer
+        self.folder, self.tokenizer_key = deployment.tokenizer, deployment.tokenizer_key
+        tokenizer = self.tokenizer_key.rpartition(":")[2] or self.folder
+        if tokenizer != self.tokenizer:
+            self.tokenizer = tokenizer
             self.tokens = None
-            self.no_tokens = LOADING if self.folder else NO_TOKENIZER
+            self.awaits_tokens = bool(tokenizer)
+            self.no_tokens = LOADING if tokenizer else NO_TOKENIZER
             self.tokenization = {}
         engines = (*deployment.prefill, *deployment.decode, *deployment.aggregated)
-        for engine in [e for e in self.ranks if e not in engines]:
-            rank = self.ranks.pop(engine)
-            self._left_counts += rank.counts()
-            rank.close()
+        for engine in [e for e, ranks in self.ranks.items() if e not in engines or len(ranks) != e.spec.ranks]:
+            self._leave(engine)
         for engine in [e for e in self._holders if e not in engines]:
             holder = self._holders.pop(engine)
             self._sent.forget(holder)
@@ -148,26 +179,41 @@ class Cache:
                 if engine not in self._holders:
                     self._holders[engine] = self.index.add_holder()
                     self.index.block_sizes.add(_block_size(engine))
-            elif engine.spec.events and engine not in self.ranks:
-                self.ranks[engine] = Rank(
-                    self.index, block_size=engine.spec.block_size, replays=bool(engine.spec.replay), now=now
-                )
+            elif engine.spec.events:
+                if engine not in self.ranks:
+                    self.ranks[engine] = self._follow(engine, now)
+                for rank in self.ranks[engine]:
+                    rank.capacity = engine.spec.kv_blocks
         self._engines = engines
         self.tokenization = {engine: found for engine, found in self.tokenization.items() if engine in engines}
+
+    def _follow(self, engine: Engine, now: float) -> tuple[Rank, ...]:
+        spec, debt = engine.spec, Debt()
+        return tuple(
+            Rank(self.index, block_size=spec.block_size, replays=bool(spec.replay), now=now, debt=debt)
+            for _ in range(spec.ranks)
+        )
+
+    def _leave(self, engine: Engine) -> None:
+        self.predicted.forget(engine)
+        for rank in self.ranks.pop(engine):
+            self._left_counts += rank.counts()
+            rank.close()
 
     @property
     def engines(self) -> tuple[Engine, ...]:
         return self._engines
 
     def tick(self, now: float) -> None:
-        for rank in self.ranks.values():
+        for rank in joined.from_iterable(self.ranks.values()):
             rank.tick(now)
         self._sent.expire(now)
+        self.predicted.tick(now)
         self.index.sweep()
 
     def close(self) -> None:
-        for rank in self.ranks.values():
-            rank.close()
+        for engine in list(self.ranks):
+            self._leave(engine)
 
     def prompt(self, tokens: array[int], salt: str | None) -> Prompt:
         """What the engines have of a prompt."""
@@ -182,22 +228,41 @@ class Cache:
                     blocks = found.get(holder.bit)
                     if blocks:
                         overlap[engine] = max(blocks * size, overlap.get(engine, 0))
+        for engine in self.predicted.engines:
+            size = self._size_of(engine)
+            held = overlap.get(engine, 0) // size
+            blocks = self.predicted.depth(engine, hashes.get(size, ()), held)
+            if blocks > held:
+                overlap[engine] = blocks * size
         return Prompt(self, len(tokens), overlap, hashes)
 
     def sent_to(self, engine: Engine, hashes: Mapping[int, Sequence[int]], now: float) -> None:
         holder = self._holders.get(engine)
         if holder is not None:
             self._sent.record(holder, hashes.get(_block_size(engine), ()), now)
+        elif any(rank.evident for rank in self.ranks.get(engine, ())):
+            self.predicted.sent(engine, hashes.get(self._size_of(engine), ()), now)
 
-    def computed_on(self, engine: Engine, tokens: int, now: float) -> None:
-        rank = self.ranks.get(engine)
-        if rank is not None and tokens >= 2 * (rank.block_size or USUAL_BLOCK_SIZE):
-            rank.computed(now)
+    def computed_on(self, engine: Engine, tokens: int, hashes: Mapping[int, Sequence[int]], now: float) -> None:
+        ranks = self.ranks.get(engine)
+        if ranks is not None:
+            size = self._size_of(engine)
+            self.predicted.computed(engine, hashes.get(size, ()), now)
+            if tokens >= 2 * size and all(rank.knowledge is Knowledge.COMPLETE for rank in ranks):
+                ranks[0].computed(now)
+
+    def failed_on(self, engine: Engine, hashes: Mapping[int, Sequence[int]]) -> None:
+        self.predicted.failed(engine, hashes.get(self._size_of(engine), ()))
+
+    def _size_of(self, engine: Engine) -> int:
+        """Tokens in a block of an engine, as its events or else its control plane say."""
+        ranks = self.ranks.get(engine)
+        return (ranks[0].block_size if ranks else None) or _block_size(engine)
 
     def counts(self) -> Counter[str]:
         """What events brought since the start, by kind."""
         counts = self._left_counts + self.index.counts
-        for rank in self.ranks.values():
+        for rank in joined.from_iterable(self.ranks.values()):
             counts += rank.counts()
         return counts
 
@@ -220,36 +285,58 @@ class Cache:
         wrong: dict[str, str] = {}
         partial: dict[str, str] = {}
         evident = False
-        claimed = [engine.spec.events for engine in self._engines if engine.spec.events]
+        claimed = Counter(source.events for source in self.sources())
         for engine in self._engines:
-            rank = self.ranks.get(engine)
-            if rank is None:
+            ranks = self.ranks.get(engine)
+            if ranks is None:
                 wrong[engine.id] = "kv_events_disabled"
                 continue
-            evident = evident or rank.evident
-            if claimed.count(engine.spec.events) > 1:
+            evident = evident or any(rank.evident for rank in ranks)
+            troubles = [trouble.value for rank in ranks for trouble in rank.trouble]
+            if any(claimed[source(self.name, engine, n).events] > 1 for n in range(len(ranks))):
                 wrong[engine.id] = Trouble.AMBIGUOUS.value
-            elif rank.trouble:
-                wrong[engine.id] = next(iter(rank.trouble)).value
-            elif rank.knowledge is not Knowledge.COMPLETE:
-                partial[engine.id] = rank.knowledge.value
+            elif troubles:
+                wrong[engine.id] = troubles[0]
+            elif (why := _in_part(ranks)) is not None:
+                partial[engine.id] = why
         if not evident:
             return Standing(State.BLIND, {**wrong, **partial} or {"*": "no engine"})
         if wrong:
             return Standing(State.DEGRADED, {**wrong, **partial})
         return Standing(State.APPROXIMATE if partial else State.EXACT, partial)
 
+    def sources(self) -> dict[Source, Rank]:
+        """Whose events are to be followed."""
+        return {
+            source(self.name, engine, number): rank
+            for engine, ranks in self.ranks.items()
+            for number, rank in enumerate(ranks)
+        }
+
     def _all_holders(self) -> Iterable[tuple[Engine, Holder]]:
-        return joined(self._holders.items(), ((engine, rank.holder) for engine, rank in self.ranks.items()))
+        if self._holders:
+            return self._holders.items()
+        return ((engine, rank.holder) for engine, ranks in self.ranks.items() for rank in ranks)
+
+
+def _in_part(ranks: Sequence[Rank]) -> str | None:
+    """Why what is indexed of an engine is not all that decides about a hit; None: it is."""
+    for rank in ranks:
+        if rank.bounds:
+            return min(rank.bounds).value
+        if rank.knowledge is not Knowledge.COMPLETE:
+            return rank.knowledge.value
+    return RANKS if len(ranks) > 1 else None
 
 
 class Evidence:
-    """The caches of all deployments that route by KV."""
+    """The caches of all deployments that route by KV. `limit`: (engine, block) entries of the index of each."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: View, limit: int = LIMIT) -> None:
         self.caches: dict[str, Cache] = {}
         """By served name."""
         self._view = view
+        self._limit = limit
         self._seen: object = None
 
     def of(self, deployment: Deployment) -> Cache | None:
@@ -269,11 +356,7 @@ class Evidence:
         """The publishers to follow."""
         if self._seen is not self._view.deployments:
             self._keep_up()
-        return {
-            Source(engine.id, engine.spec.attempt, engine.spec.events, engine.spec.replay): rank
-            for cache in self.caches.values()
-            for engine, rank in cache.ranks.items()
-        }
+        return {source: rank for cache in self.caches.values() for source, rank in cache.sources().items()}
 
     def _keep_up(self) -> None:
         self._seen = deployments = self._view.deployments
@@ -285,7 +368,7 @@ class Evidence:
         for name, deployment in deployments.items():
             if deployment.routing.mode in CACHE_AWARE:
                 if name not in self.caches:
-                    self.caches[name] = Cache(deployment)
+                    self.caches[name] = Cache(deployment, self._limit)
                 self.caches[name].keep_up(deployment, now)
 
 

@@ -83,7 +83,7 @@ def _choice() -> dict[str, float]:
     cache = Cache(deployment)
     cache.keep_up(deployment, 0.0)
     tokens = array("I", range(PROMPT_BLOCKS * BLOCK))
-    for number, rank in enumerate(cache.ranks.values()):
+    for number, (rank,) in enumerate(cache.ranks.values()):
         have = number * PROMPT_BLOCKS // (ENGINES - 1)
         cache.index.stored(rank.holder, range(have), None, tokens[: have * BLOCK], BLOCK)
     hashes = chain(tokens, BLOCK)

@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 
 from controlplane.fleet.model import Role
-from controlplane.fleet.wire import RoutingMode, RoutingPolicy, SnapshotEngine
+from controlplane.fleet.wire import Disaggregate, RoutingMode, RoutingPolicy, SnapshotEngine
 from frontend_api import kvevents
 from frontend_api.evidence import Cache, State
 from frontend_api.kvevents import Knowledge, Trouble
@@ -124,7 +124,7 @@ class Fleet:
         self.engines: dict[str, Standin] = {}
         self._follower = asyncio.create_task(Follower(site.evidence, self._load).run())
 
-    def _load(self, folder: str) -> TokenIds:
+    def _load(self, folder: str, key: str) -> TokenIds:
         if folder != "a-folder":
             raise Unusable("it is empty") if folder == "b" else RuntimeError("a defect")
         return TokenIds()
@@ -148,7 +148,7 @@ class Fleet:
         return cache
 
     def rank(self, name: str) -> Any:
-        return next(rank for engine, rank in self.cache.ranks.items() if engine.id == name)
+        return next(rank for engine, (rank,) in self.cache.ranks.items() if engine.id == name)
 
     def holds(self, name: str) -> int:
         return len(self.rank(name).holder.blocks)
@@ -214,7 +214,9 @@ async def test_the_second_turn_goes_to_the_engine_of_the_first(make_fleet: MakeF
 
 
 async def test_disaggregated_both_pools_follow_their_events(make_fleet: MakeFleet) -> None:
-    fleet = await make_fleet("p0", "p1", "d0", "d1")
+    fleet = await make_fleet(
+        "p0", "p1", "d0", "d1", policy=RoutingPolicy(mode=RoutingMode.KV, disaggregate=Disaggregate.ALWAYS)
+    )
     await fleet.exact()
     first = await fleet.ask(prompt(1))
     await until(lambda: fleet.holds(first["prefill"]) >= 8 and fleet.holds(first["decode"]) >= 8)
