@@ -17,6 +17,7 @@ class Account:
     """Times and counts of one request. Times are `perf_counter` seconds; 0: has not happened."""
 
     __slots__ = (
+        "admitted_at",
         "began_at",
         "chosen_at",
         "first_text_at",
@@ -39,6 +40,8 @@ class Account:
         self.began_at = perf_counter()
         """Key, model and fields are known."""
         self.tokenised_at = self.chosen_at = 0.0
+        self.admitted_at = 0.0
+        """Its key has room; 0: that was not asked, as the key is not limited."""
         self.sent_at = self.first_text_at = self.last_text_at = self.longest_gap = 0.0
         self.prefill_seconds: float | None = None
         self.queue_seconds: float | None = None
@@ -55,6 +58,10 @@ class Account:
     def tokenised(self) -> None:
         """Its tokens are known, or never will be."""
         self.tokenised_at = perf_counter()
+
+    def admitted(self) -> None:
+        """Its key's limits have answered."""
+        self.admitted_at = perf_counter()
 
     def chosen(self) -> None:
         """The first leg has its engine."""
@@ -92,12 +99,16 @@ class Account:
         """The parts of `overhead_us`; empty: no engine was asked."""
         if not self.sent_at:
             return {}
-        return {
+        ready_at = self.admitted_at or self.tokenised_at
+        parts = {
             "read": (self.began_at - self.received_at) * 1e6,
             "tokenise": (self.tokenised_at - self.began_at) * 1e6,
-            "choose": (self.chosen_at - self.tokenised_at - self.waited_first) * 1e6,
+            "choose": (self.chosen_at - ready_at - self.waited_first) * 1e6,
             "send": (self.sent_at - self.chosen_at) * 1e6,
         }
+        if self.admitted_at:
+            parts["limit"] = (self.admitted_at - self.tokenised_at) * 1e6
+        return parts
 
     def result(self, endpoint: Endpoint) -> Result:
         """What an answer with status 200 was worth: without a token it is a failure."""

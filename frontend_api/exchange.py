@@ -13,12 +13,14 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from controlplane.fleet.wire import Affinity, Result
-from frontend_api import explain, flow, openai
+from frontend_api import charges, explain, flow, openai, ratelimits
 from frontend_api.account import Account
 from frontend_api.decisions import Kept
 from frontend_api.evidence import Cache, Prompt, Standing
 from frontend_api.legs import AnswerLeg, PrefillLeg
+from frontend_api.limits import Hold
 from frontend_api.openai import Ask, Endpoint, Problem
+from frontend_api.ratelimits import Refusal
 from frontend_api.reading import Request
 from frontend_api.server import ClientConnection
 from frontend_api.upstream import Broken, Leg
@@ -71,6 +73,8 @@ class Exchange:
         self._tokens: array[int] | None = None
         """Kept while it may have to wait: what the engines have of them changes."""
         self._place: Place | None = None
+        self._hold: Hold | None = None
+        """Of a limited key."""
         headers = request.headers
         passed = b"x-request-id: %b\r\n" % request_id
         for name in _PASSED_UP:
@@ -104,8 +108,31 @@ class Exchange:
             self._route(work.result())
 
     def _route(self, tokens: array[int] | None) -> None:
-        """Begin the flow. `tokens`: of the prompt; None: not known."""
+        """Begin the flow, once the key has room for it. `tokens`: of the prompt; None: not known."""
         self.account.tokenised()
+        key = self.request.key
+        if key is None or not key.limited:
+            self._serve(tokens)
+            return
+        known = None if tokens is None else len(tokens)
+        estimate = charges.estimate(self.endpoint, self.request.body, known, key.tokens_per_minute)
+        self._hold = Hold(key, estimate, lambda refusal: self._admitted(refusal, tokens))
+        self.router.limits.reserve(self._hold)
+
+    def _admitted(self, refusal: Refusal | None, tokens: array[int] | None) -> None:
+        self.account.admitted()
+        hold = self._hold
+        assert hold is not None
+        if refusal is not None:
+            self._finish(ratelimits.problem(hold.key, refusal, self._deployment.served_name))
+            return
+        try:
+            self._serve(tokens)
+        except Exception:
+            log.exception("defect in the router")
+            self.crashed()
+
+    def _serve(self, tokens: array[int] | None) -> None:
         cache = self._cache
         if cache is not None:
             self._standing = self.router.decisions.standing(cache, self.account.tokenised_at)
@@ -257,6 +284,8 @@ class Exchange:
     def answer_headers(self, headers: list[tuple[bytes, bytes]]) -> bytes:
         lines = [b"%b: %b\r\n" % header for header in headers if header[0] not in _NOT_PASSED_DOWN]
         lines.append(b"x-request-id: %b\r\n" % self.request_id)
+        if self._hold is not None:
+            lines.append(self._hold.headers)
         if self._explain:
             lines.append(self._explanation())
         return b"".join(lines)
@@ -280,6 +309,8 @@ class Exchange:
         status = verdict.status
         if isinstance(verdict, Problem):
             extra = self._explanation() if self._explain else b""
+            if self._hold is not None:
+                extra += self._hold.headers
             self.router.reply_problem(connection, verdict, self.endpoint.shape, self.request_id, extra)
         else:
             body = openai.shaped_error(status, verdict.body, self.endpoint.shape)
@@ -299,6 +330,8 @@ class Exchange:
             leg.cancel()
         if self.connection.exchange is self:
             self.connection.exchange = None
+        if self._hold is not None:
+            self._settle(self._hold, status, result)
         key = self.request.key
         account, trace, prompt = self.account, self._trace, self._prompt
         record = account.record(
@@ -314,3 +347,9 @@ class Exchange:
         self.router.telemetry.record(record, stages)
         tokens = prompt.tokens if prompt is not None else None
         self.router.decisions.add(Kept(record, trace, self._deployment, self._standing, tokens, stages))
+
+    def _settle(self, hold: Hold, status: int, result: Result) -> None:
+        self._hold = None
+        account = self.account
+        cost = charges.charge(self.endpoint, account, result, status, hold.estimate, hold.tokens)
+        self.router.limits.settle(hold, cost, counts=status < 500 or account.streamed)

@@ -87,6 +87,12 @@ COUNTERS: dict[str, Metric] = {
         "Comparisons of the router's token ids with an engine's /tokenize: same, mismatch, unanswered.",
     ),
     "refused_total": Metric(("status",), "Requests refused before a model was looked up: keys, grammar, sizes, paths."),
+    "limit_refusals_total": Metric(
+        ("limit",), "Requests answered 429 because their key's limit was used up: requests, tokens, concurrency."
+    ),
+    "limit_fallbacks_total": Metric(
+        (), "Requests of limited keys that one process alone judged, by its share, because Redis did not count."
+    ),
     "records_written_total": Metric((), "Request records that Redis took."),
     "records_dropped_total": Metric((), "Request records that were lost because Redis is away or slow."),
 }

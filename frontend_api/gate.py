@@ -21,6 +21,7 @@ from frontend_api import openai
 from frontend_api.decisions import Decisions, Telling
 from frontend_api.evidence import Evidence
 from frontend_api.exchange import Exchange
+from frontend_api.limits import KeyLimits
 from frontend_api.loads import Loads
 from frontend_api.openai import ENDPOINTS, OWNED_HEADER, Problem, Shape
 from frontend_api.reading import Request
@@ -52,6 +53,7 @@ class Router:
         evidence: Evidence | None = None,
         loads: Loads | None = None,
         decisions: Decisions | None = None,
+        limits: KeyLimits | None = None,
         auth: bool = True,
         silence_seconds: float = 600.0,
         gap_seconds: float = 300.0,
@@ -64,6 +66,7 @@ class Router:
         self.waiting = Waiting(view, self.loads)
         view.followers += [self.loads, self.waiting]
         self.decisions = decisions or Decisions()
+        self.limits = limits or KeyLimits()
         self.auth = auth
         self.silence_seconds = silence_seconds
         """Longest wait for an engine's first byte."""

@@ -120,7 +120,7 @@ class _Sent:
         return Line(use.key.id, *use.caps, use.held, owed, [hold.tokens for hold in self.asks])
 
 
-class Limits:
+class KeyLimits:
     """The limits of one router process. `processes`: that share a limit when nothing better is known."""
 
     def __init__(

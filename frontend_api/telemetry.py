@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
+from time import time
 
 from controlplane.fleet.wire import CacheState, RequestRecord, RouterStatus, encode
 from frontend_api import figures
@@ -14,10 +15,15 @@ from frontend_api.evidence import Cache, Evidence
 from frontend_api.figures import MICROSECONDS, STEPS, WAITS, Figures, observe
 from frontend_api.shared import Slots
 from frontend_api.view import Health, View
+from frontend_api.windows import Bound
 
 QUEUE = 20_000
 """Records that may wait for Redis."""
 BATCH = 1_000
+KEY_EVERY = 60.0
+"""Seconds between two notes of one key's use."""
+KEY_TOLD = 15.0
+"""Seconds for which such a note is told: the control plane may miss a status."""
 _NO_STAGES: Mapping[str, float] = {}
 _NOTHING: Counter[str] = Counter()
 _ALL = ("all",)
@@ -57,6 +63,9 @@ class Telemetry:
         self._kv_seen: dict[str, tuple[Cache, Counter[str]]] = {}
         self._refused = counters["refused_total"]
         self._token_checks = counters["token_checks_total"]
+        self._limit_refusals = counters["limit_refusals_total"]
+        self._limit_fallbacks = counters["limit_fallbacks_total"]
+        self._keys_seen: dict[str, float] = {}
         self._written = counters["records_written_total"]
         self._dropped = counters["records_dropped_total"]
         self._streams = counters["streams_total"]
@@ -103,6 +112,8 @@ class Telemetry:
             observe(self._overhead, MICROSECONDS, _ALL, record.overhead_us)
             for stage, microseconds in stages.items():
                 observe(self._overhead, MICROSECONDS, (stage,), microseconds)
+        if record.key:
+            self.note_key(record.key, record.at)
         if not self._keep_records:
             return
         if len(self._queue) >= QUEUE:
@@ -117,6 +128,18 @@ class Telemetry:
     def count_token_check(self, deployment: str, outcome: str) -> None:
         """Count one comparison of token ids with an engine's."""
         self._token_checks[deployment, outcome] += 1
+
+    def count_limited(self, bound: Bound) -> None:
+        """Count a request that its key's limits refused."""
+        self._limit_refusals[bound.name.lower(),] += 1
+
+    def count_limit_fallback(self) -> None:
+        self._limit_fallbacks[()] += 1
+
+    def note_key(self, key: str, at: float) -> None:
+        """A key was used. `at`: seconds since 1970."""
+        if at - self._keys_seen.get(key, 0.0) >= KEY_EVERY:
+            self._keys_seen[key] = at
 
     # ---- to Redis
 
@@ -142,11 +165,14 @@ class Telemetry:
             for name, cache in evidence.caches.items()
             if (deployment := view.deployments.get(name)) is not None
         }
+        now = time()
+        self._keys_seen = {key: at for key, at in self._keys_seen.items() if now - at < KEY_EVERY}
         return RouterStatus(
             router=self.router,
             snapshot_version=view.version,
             in_flight={engine.id: engine.in_flight for engine in view.engines() if engine.in_flight},
             requests=dict(self._results),
+            keys_seen={key: at for key, at in self._keys_seen.items() if now - at < KEY_TOLD},
             started_at=self.started_at,
             caches={name: CacheState(s.state, dict(s.reasons)) for name, s in standings.items()},
         )
