@@ -14,6 +14,7 @@ import logging
 import mmap
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from hashlib import blake2b
 from math import inf
 from random import getrandbits
@@ -227,6 +228,12 @@ class Loads:
     def first_claim(self) -> int:
         """The most urgent one of the siblings'; 0: none of them waits."""
         return min((claim for sibling in self._siblings if (claim := sibling.row[_WAITS])), default=0)
+
+    def answer_call(self) -> None:
+        """A sibling has called."""
+        if self.waker is not None:
+            with suppress(BlockingIOError):
+                os.eventfd_read(self.waker)
 
     def call(self) -> None:
         """Some load is gone: siblings whose requests wait shall look."""

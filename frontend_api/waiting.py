@@ -96,6 +96,15 @@ class Waiting:
         self._lines: dict[str, Line] = {}
         self._due: asyncio.Handle | None = None
 
+    def listen(self) -> None:
+        """Hear the calls of sibling processes."""
+        if self._loads.waker is not None:
+            asyncio.get_running_loop().add_reader(self._loads.waker, self._called)
+
+    def close(self) -> None:
+        if self._loads.waker is not None:
+            asyncio.get_running_loop().remove_reader(self._loads.waker)
+
     def counts(self) -> Iterator[tuple[str, int]]:
         """How many wait, by served name."""
         return ((name, len(line)) for name, line in self._lines.items())
@@ -149,6 +158,10 @@ class Waiting:
         """There may be room somewhere."""
         if self._lines:
             self._soon()
+
+    def _called(self) -> None:
+        self._loads.answer_call()
+        self.look()
 
     def _give_up(self, place: Place) -> None:
         self.leave(place)

@@ -24,6 +24,7 @@ from controlplane.fleet.wire import (
 )
 from frontend_api.evidence import Evidence
 from frontend_api.gate import Router
+from frontend_api.loads import Loads, Table
 from frontend_api.reading import Limits
 from frontend_api.server import Server
 from frontend_api.telemetry import Telemetry
@@ -60,12 +61,15 @@ class Keeper(Telemetry):
 class Site:
     """A router and its engines."""
 
-    def __init__(self, *, auth: bool = False, limits: Limits | None = None) -> None:
+    def __init__(
+        self, *, auth: bool = False, limits: Limits | None = None, table: Table | None = None, index: int = 0
+    ) -> None:
         self.view = View()
         self.upstreams = Upstreams()
         self.telemetry = Keeper()
         self.evidence = Evidence(self.view)
-        self.router = Router(self.view, self.upstreams, self.telemetry, evidence=self.evidence, auth=auth)
+        loads = Loads(table, index)
+        self.router = Router(self.view, self.upstreams, self.telemetry, evidence=self.evidence, loads=loads, auth=auth)
         self.server = self.router.server = Server(self.router, limits or Limits())
         self.engines: dict[str, ScriptedEngine] = {}
         self._specs: dict[str, SnapshotEngine] = {}
@@ -77,10 +81,12 @@ class Site:
         sock.bind(("127.0.0.1", 0))
         self.port = sock.getsockname()[1]
         await self.server.listen(sock)
+        self.router.waiting.listen()
 
     async def stop(self) -> None:
         self.server.stop_accepting()
         self.server.cut_all()
+        self.router.waiting.close()
         self.upstreams.close()
         for engine in self.engines.values():
             await engine.stop()
