@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from math import ceil
+from types import TracebackType
 from typing import NamedTuple
 
 from controlplane.fleet.wire import OnPrefillFailure
@@ -176,14 +177,15 @@ class Trace:
 
 
 class Reader:
-    """An engine that is to read a prompt: the load this is, and what its end teaches."""
+    """An engine that is to read a prompt: the load this is while its block lasts, and what its end teaches."""
 
-    __slots__ = ("_ahead", "_began_at", "_clock", "_engine", "_prompt", "load")
+    __slots__ = ("_ahead", "_began_at", "_clock", "_engine", "_prompt", "_read", "load")
 
     def __init__(self, engine: Engine, prompt: Prompt | None, clock: Callable[[], float]) -> None:
         self._engine = engine
         self._prompt = prompt
         self._clock = clock
+        self._read = False
         lacking = 0
         if prompt is not None:
             lacking = prompt.lacking(engine)
@@ -192,9 +194,20 @@ class Reader:
             prompt.sent(engine, self._began_at)
         self.load = carrying(engine, lacking)
 
+    def __enter__(self) -> carrying:
+        return self.load.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.load.release()
+        if self._prompt is not None and not self._read:
+            self._prompt.failed(self._engine)
+
     def read(self, *, learn: bool) -> None:
         """The prompt is computed. `learn`: the time until now is the prompt's alone."""
         self.load.computed()
+        self._read = True
         if self._prompt is not None:
             now = self._clock()
             self._prompt.computed(self._engine, now)
@@ -249,7 +262,7 @@ def serve(
             trace.weighed = explain_costs(deployment, choice, now=clock(), avoid=avoid)
         if choice.prefill is None:
             reader = Reader(choice.decode, prompt, clock)
-            with reader.load:
+            with reader:
                 if _crowded(deployment, loads, clock, choice.decode):
                     queued = True
                     continue
@@ -271,7 +284,7 @@ def serve(
         reader = Reader(prefill, prompt, clock)
         decode: Engine | None = choice.decode
         with (
-            reader.load as reading,
+            reader as reading,
             carrying(choice.decode) as writing,
         ):  # decode is sure to be needed: count it at once
             if _crowded(deployment, loads, clock, prefill, choice.decode):
@@ -307,6 +320,8 @@ def serve(
                     decode.answered()
                     reading.release()
                     trace.stranded -= 1
+                    if prompt is not None:
+                        prompt.computed(decode, clock())
                     if not answer.whole:
                         if prompt is not None and answer.token:
                             now = clock()
@@ -315,6 +330,8 @@ def serve(
                     return None
                 strikes += _struck(answer)
                 unavailable = _after(answer, decode, avoid, stale, clock())
+                if prompt is not None:
+                    prompt.failed(decode)
                 if isinstance(unavailable, PassOn) and unavailable.final:
                     return unavailable
                 if not isinstance(answer, Lost) or answer.sent:
