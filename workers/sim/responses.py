@@ -9,7 +9,7 @@ import secrets
 from collections.abc import AsyncIterator
 from typing import Any
 
-from workers.sim.chat import Chat, tool_call_id
+from workers.sim.chat import Chat
 from workers.sim.generation import Choice, Generation, Usage
 from workers.sim.http import ApiError, named_event
 from workers.sim.requests import ChatRequest, Json, ResponsesRequest, parse
@@ -153,7 +153,7 @@ class Responses:
         if name is not None:
             return {
                 "arguments": text,
-                "call_id": tool_call_id(),
+                "call_id": "chatcmpl-tool-" + id.removeprefix("fc_"),
                 "name": name,
                 "type": "function_call",
                 "id": id,
