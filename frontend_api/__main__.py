@@ -56,6 +56,12 @@ def parser() -> argparse.ArgumentParser:
         "--silence-seconds", type=float, default=600.0, help="longest wait for an engine's answer (600)"
     )
     limits.add_argument("--gap-seconds", type=float, default=300.0, help="longest silence inside a stream (300)")
+    limits.add_argument(
+        "--limit-wait-ms",
+        type=int,
+        default=100,
+        help="longest wait of a limited key's request for the count in Redis; then this process counts alone (100)",
+    )
     return p
 
 
@@ -86,6 +92,8 @@ def options(arguments: argparse.Namespace, settings: config.Config) -> Options:
         raise InvalidInput("Set REDIS_URL (the control plane's Redis), or give --fleet FILE or --model NAME.")
     if not 1 <= arguments.max_body_mb <= 4096:
         raise InvalidInput("--max-body-mb: choose 1 to 4096", field="max_body_mb")
+    if not 5 <= arguments.limit_wait_ms <= 10_000:
+        raise InvalidInput("--limit-wait-ms: choose 5 to 10000", field="limit_wait_ms")
     return Options(
         fleet=fleet,
         redis_url="" if fleet else settings.redis_url,
@@ -95,6 +103,7 @@ def options(arguments: argparse.Namespace, settings: config.Config) -> Options:
         drain_seconds=arguments.drain_seconds,
         silence_seconds=arguments.silence_seconds,
         gap_seconds=arguments.gap_seconds,
+        limit_wait_seconds=arguments.limit_wait_ms / 1000,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import socket
 from pathlib import Path
@@ -14,10 +15,12 @@ from msgspec import Struct
 
 from controlplane.fleet.wire import FleetSnapshot
 from frontend_api import listeners
+from frontend_api.counter import RedisCounter
 from frontend_api.decisions import Decisions
 from frontend_api.evidence import Evidence, TokenSource
 from frontend_api.gate import Router
 from frontend_api.kvlisten import Follower, Unusable
+from frontend_api.limits import PATIENCE, KeyLimits
 from frontend_api.reading import Limits
 from frontend_api.server import Server
 from frontend_api.shared import Slots
@@ -42,6 +45,8 @@ class Options(Struct, frozen=True):
     drain_seconds: float = 60.0
     silence_seconds: float = 600.0
     gap_seconds: float = 300.0
+    limit_wait_seconds: float = PATIENCE
+    """Longest wait of a limited key's request for the count in Redis."""
 
 
 async def run(
@@ -68,6 +73,14 @@ async def run(
         slots=slots,
         index=index,
     )
+    client = listeners.connect(options.redis_url) if options.fleet is None and options.redis_url else None
+    limits = KeyLimits(
+        RedisCounter(client, secrets.token_hex(8)) if client is not None else None,
+        processes=slots.count if slots is not None else 1,
+        patience=options.limit_wait_seconds,
+        refused=telemetry.count_limited,
+        fell_back=telemetry.count_limit_fallback,
+    )
     decisions = Decisions(slots.decisions if slots is not None else None, index)
     router = Router(
         view,
@@ -75,6 +88,7 @@ async def run(
         telemetry,
         evidence=evidence,
         decisions=decisions,
+        limits=limits,
         auth=options.auth,
         silence_seconds=options.silence_seconds,
         gap_seconds=options.gap_seconds,
@@ -86,11 +100,9 @@ async def run(
     if slots is not None and slots.count > 1:
         tasks.append(loop.create_task(decisions.run()))
     reporter = None
-    client = None
     if options.fleet is not None:
         view.take(options.fleet)
-    elif options.redis_url:
-        client = listeners.connect(options.redis_url)
+    elif client is not None:
         listener = listeners.SnapshotListener(view, upstreams, client, options.copy)
         listener.load_copy()
         reporter = listeners.Reporter(telemetry, view, evidence, client)
@@ -98,6 +110,7 @@ async def run(
             loop.create_task(listener.run()),
             loop.create_task(reporter.run_flush()),
             loop.create_task(reporter.run_report()),
+            loop.create_task(limits.run()),
         ]
     for task in tasks:
         task.add_done_callback(_ended)
@@ -110,6 +123,7 @@ async def run(
         task.remove_done_callback(_ended)
     await listeners.end(tasks)
     if reporter is not None and client is not None:
+        await limits.end()
         await reporter.flush()
         await client.aclose()
     upstreams.close()
