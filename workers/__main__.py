@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -24,7 +25,7 @@ from controlplane.fleet import wire
 from controlplane.fleet.config import Config, load
 from controlplane.fleet.errors import Conflict, InvalidInput, TandemError
 from controlplane.fleet.model import EngineAssignment, GpuFacts, NodeFacts, Ports, Runtime
-from workers import command, hardware, models, runtimes
+from workers import command, hardware, models, runtimes, tokenizer_folder
 from workers.agent import Agent
 from workers.app import WakeWorker
 from workers.join import Identity, identify
@@ -32,6 +33,7 @@ from workers.launch import Launcher, Progress
 from workers.logs import LogShipper, Source
 from workers.mailbox import RedisMailbox, connect
 from workers.record import Records, private_folder
+from workers.tokenizer_shelf import TokenizerShelf
 
 log = logging.getLogger("workers")
 
@@ -123,6 +125,7 @@ class Node:
             span=config.engine_port_range(),
             ensure_runtime=self._ensure_runtime,
             ensure_model=self._ensure_model,
+            ensure_tokenizer=partial(tokenizer_folder.ensure, cache=self._cache),
             build=self._build,
             chance=random.SystemRandom(),
         )
@@ -134,12 +137,14 @@ class Node:
             facts=self._facts,
         )
         self._shipper = LogShipper(identity.name, connect(identity.redis_url), self._logs)
+        self._shelf = TokenizerShelf(identity.name, connect(identity.redis_url), self._tokenizers)
         self._worker = WakeWorker(identity.name, identity.redis_url, self.agent.wake, self.agent.report_now)
 
     def run(self, stopping: threading.Event) -> None:
         """Serves until told to stop; then ends the engines, unless they are to be kept."""
         self.agent.recover()
         self._shipper.start()
+        self._shelf.start(stopping)
         self._worker.start()
         loop = threading.Thread(target=self.agent.run, args=(stopping,), name="agent")
         loop.start()
@@ -182,6 +187,10 @@ class Node:
             facts=self._facts(),
             cpu_threads=self._threads,
         )
+
+    def _tokenizers(self) -> dict[str, Path]:
+        seen = [run.observation() for run in self.agent.runs() if not run.ended]
+        return {one.tokenizer: Path(one.tokenizer_folder) for one in seen if one.tokenizer}
 
     def _logs(self) -> list[Source]:
         secrets = (self._config.hf_token, self._redis_password)

@@ -44,11 +44,11 @@ def build(
 ) -> Command:
     """The command of one engine on this node.
 
-    `model_path` is the prepared folder (None for the stand-in), `address` the node's private IP address, `cpu_threads`
-    the threads of a CPU engine.
+    `model_path` is the prepared folder (None for a stand-in that has words of its own), `address` the node's private IP
+    address, `cpu_threads` the threads of a CPU engine.
     """
     if runtime.kind is Runtime.SIM:
-        return _sim(assignment, runtime=runtime, address=address, ports=ports)
+        return _sim(assignment, runtime=runtime, model_path=model_path, address=address, ports=ports)
     if model_path is None:
         raise ValueError(f"{assignment.engine}: a {runtime.kind} engine needs a model folder")
     # The last of two equal options counts: ours stand behind the user's.
@@ -168,9 +168,14 @@ SIM_KV_BYTES_PER_TOKEN = 46_080
 SIM_BLOCK_SIZE = 128
 
 
-def _sim(assignment: EngineAssignment, *, runtime: EngineRuntime, address: str, ports: Ports) -> Command:
+def _sim(
+    assignment: EngineAssignment, *, runtime: EngineRuntime, model_path: Path | None, address: str, ports: Ports
+) -> Command:
     spec = assignment.spec
-    argv = [str(runtime.python), "-m", "workers.sim", *spec.extra_args]
+    argv = [str(runtime.python), "-m", "workers.sim"]
+    if model_path is not None and (model_path / "tokenizer.json").is_file():
+        argv += ["--tokenizer", str(model_path)]
+    argv += spec.extra_args
     argv += ["--host", address, "--port", str(ports.http)]
     argv += ["--served-model-name", spec.served_name, "--role", str(spec.role)]
     for option, port in (("side-channel", ports.side_channel), ("events", ports.events), ("replay", ports.replay)):

@@ -217,8 +217,8 @@ class EngineRun:
                 record = self._record
                 record.ports, record.command, record.address = chosen, command.argv, self._launcher.address
                 record.pid, record.model_folder = None, str(prepared.model_path or "")
-                if prepared.tokenizer is not None:
-                    record.tokenizer_folder, record.tokenizer = str(prepared.tokenizer.folder), prepared.tokenizer.digest
+                if (read := prepared.tokenizer) is not None:
+                    record.tokenizer_folder, record.tokenizer = str(read.folder), read.digest
                 self._records.save(record)
                 self._process = process = self._launcher.start(command, self.folder)
                 record.pid, record.start_ticks, record.boot = process.pid, process.ticks, boot_id()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -18,6 +18,7 @@ from workers import ports
 from workers.command import Command
 from workers.process import EngineProcess
 from workers.runtimes import EngineRuntime
+from workers.tokenizer_folder import Tokenizer
 
 Progress = Callable[[str, float | None], None]
 """Told a sentence and, where known, how much is done (0..1)."""
@@ -32,6 +33,12 @@ class EnsureModel(Protocol):
     def __call__(self, model: str, *, runtime: EngineRuntime, progress: Progress) -> Path: ...
 
 
+class EnsureTokenizer(Protocol):
+    def __call__(
+        self, model: Path, arguments: Sequence[str], *, runtime: EngineRuntime, progress: Progress
+    ) -> Tokenizer: ...
+
+
 class BuildCommand(Protocol):
     def __call__(
         self, assignment: EngineAssignment, *, runtime: EngineRuntime, model_path: Path | None, ports: Ports
@@ -43,6 +50,7 @@ class Prepared(NamedTuple):
 
     runtime: EngineRuntime
     model_path: Path | None
+    tokenizer: Tokenizer | None
 
 
 class Launcher:
@@ -55,6 +63,7 @@ class Launcher:
         span: tuple[int, int],
         ensure_runtime: EnsureRuntime,
         ensure_model: EnsureModel,
+        ensure_tokenizer: EnsureTokenizer,
         build: BuildCommand,
         chance: random.Random,
     ) -> None:
@@ -62,6 +71,7 @@ class Launcher:
         self._span = span
         self._ensure_runtime = ensure_runtime
         self._ensure_model = ensure_model
+        self._ensure_tokenizer = ensure_tokenizer
         self._build = build
         self._chance = chance
         self._guard = threading.Lock()
@@ -84,11 +94,15 @@ class Launcher:
         say(Phase.INSTALLING, f"Prepares the {spec.runtime} engine runtime.", None)
         with self._turn(f"runtime {spec.runtime}"):
             runtime = self._ensure_runtime(spec.runtime, progress=installing)
-        if spec.runtime is Runtime.SIM:
-            return Prepared(runtime, None)
+        if spec.runtime is Runtime.SIM and not (Path(spec.model).is_absolute() and Path(spec.model).is_dir()):
+            return Prepared(runtime, None, None)  # it has words of its own
         say(Phase.FETCHING, f"Prepares the model {spec.model}.", None)
         with self._turn(f"model {spec.model}"):
-            return Prepared(runtime, self._ensure_model(spec.model, runtime=runtime, progress=fetching))
+            model = Path(spec.model)
+            if spec.runtime is not Runtime.SIM:
+                model = self._ensure_model(spec.model, runtime=runtime, progress=fetching)
+            tokenizer = self._ensure_tokenizer(model, spec.extra_args, runtime=runtime, progress=fetching)
+            return Prepared(runtime, model, tokenizer)
 
     def choose(self, assignment: EngineAssignment, prepared: Prepared) -> tuple[Ports, Command]:
         """Fresh ports for this attempt, promised to it until `release`, and the command that uses them.

@@ -36,6 +36,9 @@ class EngineRecord(Struct, kw_only=True):
     ports: Ports | None = None
     command: tuple[str, ...] = ()
     model_folder: str = ""
+    tokenizer_folder: str = ""
+    tokenizer: str = ""
+    """Digest of the files in there."""
     pid: int | None = None
     start_ticks: int = 0
     """Start time in clock ticks since boot."""

@@ -83,8 +83,8 @@ def _tokenizer(taking: Iterable[EngineRecord]) -> tuple[str, str]:
     first one. Where engines differ, the routers' own check of each engine tells."""
     seen = [(engine, engine.observation) for engine in taking if engine.observation is not None]
     for engine, found in seen:
-        if found.tokenizer:
-            return found.tokenizer_folder, wire.tokenizer_key(str(engine.node), found.tokenizer)
+        if found.tokenizer and engine.node:
+            return found.tokenizer_folder, wire.tokenizer_key(engine.node, found.tokenizer)
     return next((found.tokenizer_folder or found.model_folder for _, found in seen), ""), ""
 
 

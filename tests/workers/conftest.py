@@ -31,6 +31,7 @@ from workers.engine import Pace
 from workers.launch import Launcher, Progress
 from workers.record import Records
 from workers.runtimes import EngineRuntime
+from workers.tokenizer_folder import Tokenizer
 
 ADDRESS = "127.0.0.1"
 FAST = ("--startup-seconds", "0", "--itl-ms", "1", "--prefill-tokens-per-second", "100000")
@@ -142,6 +143,7 @@ class Node:
             ensure_model=lambda model, *, runtime, progress: self.ensure_model(
                 model, runtime=runtime, progress=progress
             ),
+            ensure_tokenizer=lambda model, arguments, *, runtime, progress: Tokenizer(model, ""),
             build=lambda assignment, **more: self.build(assignment, **more),
             chance=self.chance,
         )

@@ -23,6 +23,7 @@ from workers.launch import Launcher, Progress
 from workers.ports import numbers, take
 from workers.process import members
 from workers.runtimes import EngineRuntime
+from workers.tokenizer_folder import Tokenizer
 
 
 def cpu(engine: str, **more: object) -> EngineAssignment:
@@ -281,6 +282,7 @@ def test_promised_ports_are_given_to_nobody_else_until_released() -> None:
         span=(free.http, free.http + 3),
         ensure_runtime=sim_runtime,
         ensure_model=no_model,
+        ensure_tokenizer=lambda model, arguments, *, runtime, progress: Tokenizer(model, ""),
         build=build_sim,
         chance=random.Random(),
     )
