@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import cast
 
 import msgspec
+import redis as plain
 import redis.asyncio as redis
 from redis.exceptions import RedisError
 
@@ -51,6 +52,19 @@ return #ARGV - 1
 def connect(url: str) -> redis.Redis:
     """A client whose every call ends within seconds."""
     return redis.Redis.from_url(url, socket_timeout=5.0, socket_connect_timeout=3.0)
+
+
+def fetcher(url: str) -> Callable[[str], bytes | None]:
+    """Reads one key's value, for a thread: opens a connection each time. Raises `OSError` when Redis is away."""
+
+    def fetch(key: str) -> bytes | None:
+        try:
+            with plain.Redis.from_url(url, socket_timeout=30.0, socket_connect_timeout=3.0) as client:
+                return cast(bytes | None, client.get(key))
+        except RedisError as error:
+            raise OSError(f"Redis does not answer ({type(error).__name__})") from None
+
+    return fetch
 
 
 class SnapshotListener:

@@ -208,6 +208,7 @@ class Deployment:
         "served_name",
         "status",
         "tokenizer",
+        "tokenizer_key",
         "wants_prefill",
     )
 
@@ -217,6 +218,7 @@ class Deployment:
         self.routing: RoutingPolicy = entry.routing
         self.status = entry.status
         self.tokenizer = entry.tokenizer
+        self.tokenizer_key = entry.tokenizer_key
         self.wants_prefill = entry.wants_prefill
         self.broken_pairs = frozenset(entry.broken_pairs)
         self.prefill = tuple(e for e in engines if e.spec.role is Role.PREFILL)
