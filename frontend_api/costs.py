@@ -1,12 +1,11 @@
 """What a request would cost at each engine of a pool, in seconds. Pure.
 
-Columns of numbers are kept, one row per engine, as they were when the choice was made; the parts of a cost are told only to
-those who ask.
+Numbers are kept as they were when the choice was made, one row per engine; the parts of a cost are told only to those who ask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -53,79 +52,68 @@ def fetched(engine: Engine, prompt: Prompt) -> int:
     return -(-prompt.lacking(engine) // size) * size
 
 
+Row = tuple[int, int, float, int, float]
+"""One engine as it is now: prompt tokens that wait there, tokens of this prompt that it lacks, seconds in which it computes
+one, requests it has, seconds of a step."""
+
+
+def rows_of(engines: Sequence[Engine], prompt: Prompt | None) -> list[Row]:
+    """What all parts are weighed by. `prompt`: None: not known, so that only load is weighed."""
+    if prompt is None:
+        return [(e.queued + e.others_queued, 0, e.read.pace, e.in_flight + e.others, e.step.pace) for e in engines]
+    tokens, has = prompt.tokens, prompt.overlap.get
+    return [  # of a prompt that it has whole, an engine computes the last token
+        (e.queued + e.others_queued, tokens - has(e, 0) or 1, e.read.pace, e.in_flight + e.others, e.step.pace)
+        for e in engines
+    ]
+
+
 class Weighed:
-    """A pool weighed for one part of a request. `prompt`: None: not known, so that only load is weighed."""
+    """A pool weighed for one part of a request. `rows`: of its engines."""
 
-    __slots__ = (
-        "_fetches",
-        "_loads",
-        "_overlap",
-        "_queued",
-        "_reads",
-        "_steps",
-        "engines",
-        "lacking",
-        "part",
-        "totals",
-    )
+    __slots__ = ("_fetches", "engines", "part", "prompt", "rows", "totals")
 
-    def __init__(self, engines: Sequence[Engine], part: Part, prompt: Prompt | None) -> None:
+    def __init__(self, engines: Sequence[Engine], part: Part, rows: Sequence[Row], prompt: Prompt | None) -> None:
         self.engines = engines
         self.part = part
-        self._overlap: Mapping[Engine, int] = {}
-        if prompt is None:
-            lacking = [0] * len(engines)
-        else:
-            tokens = prompt.tokens
-            if prompt.overlap:
-                self._overlap = prompt.overlap
-                has = prompt.overlap.get
-                lacking = [tokens - has(engine, 0) or 1 for engine in engines]
-            else:
-                lacking = [tokens or 1] * len(engines)
-        self.lacking = lacking
-        """Tokens that each engine has to compute or fetch. The last one of a prompt is always computed."""
-        self._loads = loads = [engine.in_flight + engine.others for engine in engines]
-        self._queued = queued = [engine.queued + engine.others_queued for engine in engines]
-        self._reads = reads = [engine.read.pace for engine in engines]
-        self._steps = steps = [engine.step.pace for engine in engines]
+        self.rows = rows
+        self.prompt = prompt
         self._fetches: Sequence[float] = ()
-        rows = zip(queued, lacking, reads, loads, steps, strict=True)
-        if part is Part.LOCAL:
-            self.totals = [(q + t + t * n) * r + n * s for q, t, r, n, s in rows]
-        elif part is not Part.DECODE:
-            self.totals = [(q + t) * r + n * s for q, t, r, n, s in rows]
-        else:
+        if part is Part.DECODE:
             usual = USUAL_BLOCK_SIZE
             self._fetches = fetches = [
-                -(-t // (size := e.spec.block_size or usual)) * size * e.pull.pace
-                for e, t in zip(engines, lacking, strict=True)
+                -(-row[1] // (size := e.spec.block_size or usual)) * size * e.pull.pace
+                for e, row in zip(engines, rows, strict=True)
             ]
-            self.totals = [q * r + f + n * s for (q, _, r, n, s), f in zip(rows, fetches, strict=True)]
+            self.totals = [q * r + n * s + f for (q, _, r, n, s), f in zip(rows, fetches, strict=True)]
+        elif part is Part.LOCAL:
+            self.totals = [(q + t + t * n) * r + n * s for q, t, r, n, s in rows]
+        else:
+            self.totals = [(q + t) * r + n * s for q, t, r, n, s in rows]
 
     def costs(self) -> list[Cost]:
         """Each engine's, in the order of the pool."""
-        told = []
+        overlap = self.prompt.overlap if self.prompt is not None else {}
         computes, stalls = self.part is not Part.DECODE, self.part is Part.LOCAL
-        for at, engine in enumerate(self.engines):
-            pace, load = self._reads[at], self._loads[at]
-            compute = self.lacking[at] * pace if computes else 0.0
+        told = []
+        for at, (engine, (queued, lacking, pace, load, step)) in enumerate(zip(self.engines, self.rows, strict=True)):
+            compute = lacking * pace if computes else 0.0
             told.append(
                 Cost(
-                    engine,
-                    self.part,
-                    self.totals[at],
-                    self._overlap.get(engine, 0),
-                    self._queued[at] * pace,
-                    compute,
-                    0.0 if computes else self._fetches[at],
-                    compute * load if stalls else 0.0,
-                    load * self._steps[at],
+                    engine=engine,
+                    part=self.part,
+                    total=self.totals[at],
+                    overlap=overlap.get(engine, 0),
+                    queue=queued * pace,
+                    compute=compute,
+                    transfer=0.0 if computes else self._fetches[at],
+                    stalls=compute * load if stalls else 0.0,
+                    streams=load * step,
                 )
             )
         return told
 
     def sorted(self) -> list[int]:
-        """Rows, the cheapest first; of equal ones the one taken longest ago."""
+        """Positions in the pool, the cheapest first; of equal ones the engine taken longest ago."""
         turns = [engine.last_taken for engine in self.engines]
         return sorted(range(len(turns)), key=lambda at: (self.totals[at], turns[at]))

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from controlplane.fleet.wire import Disaggregate, RoutingMode
-from frontend_api.costs import Cost, Part, Weighed
+from frontend_api.costs import Cost, Part, Weighed, rows_of
 from frontend_api.evidence import CACHE_AWARE, Prompt
 from frontend_api.view import Deployment, Engine, Health
 
@@ -230,9 +230,13 @@ def explain_costs(
         return choice.weighed
     answering = usable(deployment.answering, avoid, now)
     if choice.prefill is None:
-        return (Weighed(answering, Part.ALONE, None),)
+        return (_weighed(answering, Part.ALONE, None),)
     prefills = usable(deployment.prefill, avoid, now)
-    return Weighed(prefills, Part.PREFILL, None), Weighed(answering, Part.DECODE, None)
+    return _weighed(prefills, Part.PREFILL, None), _weighed(answering, Part.DECODE, None)
+
+
+def _weighed(engines: Sequence[Engine], part: Part, prompt: Prompt | None) -> Weighed:
+    return Weighed(engines, part, rows_of(engines, prompt), prompt)
 
 
 def _alone(answering: Sequence[Engine], asked: _Asked, reason: Reason, *, fallback: bool = False) -> Choice:
@@ -241,9 +245,11 @@ def _alone(answering: Sequence[Engine], asked: _Asked, reason: Reason, *, fallba
         taken, why = _first(answering, asked)
         tells = reason in _IN_MODE and (asked.mode in CACHE_AWARE or why in _SESSIONS)
         return Choice(None, taken, why if tells else reason, fallback)
-    local = Weighed(answering, Part.ALONE, asked.prompt)
-    row, why = _pick(local, asked, asked.prompt)
-    return Choice(None, answering[row], why if reason in _IN_MODE else reason, fallback, (local,))
+    local = _weighed(answering, Part.ALONE, asked.prompt)
+    at, special = _pick(local, asked)
+    if reason in _IN_MODE:
+        reason = special or _why(local, at)
+    return Choice(None, answering[at], reason, fallback, (local,))
 
 
 # ---- where tokens are not known
@@ -313,60 +319,62 @@ def _pair_by_cost(
 ) -> Choice | None:
     """The cheapest way to serve a prompt. `held`: the prefill engine has computed it; only the answer is to be placed."""
     policy = deployment.routing
-    read, fetch = Weighed(prefills, Part.PREFILL, prompt), Weighed(answering, Part.DECODE, prompt)
+    rows = rows_of(answering, prompt)
+    read, fetch = _weighed(prefills, Part.PREFILL, prompt), Weighed(answering, Part.DECODE, rows, prompt)
     broken = deployment.broken_pairs
-    rows = _cheapest_pair(read, fetch, broken) if broken else None
-    if broken and rows is None:
+    pair = _cheapest_pair(read, fetch, broken) if broken else None
+    if broken and pair is None:
         return None
-    weighed: tuple[Weighed, ...] = (read, fetch)
     if not held and policy.local_below_tokens:
-        small = [e for e in answering if prompt.lacking(e) < policy.local_below_tokens]
+        small = [engine for engine in answering if prompt.lacking(engine) < policy.local_below_tokens]
         if small:
-            local = Weighed(small, Part.ALONE, prompt)
-            row, _ = _pick(local, asked, prompt)
-            return Choice(None, small[row], Reason.LOCAL_BELOW_THRESHOLD, False, (*weighed, local))
+            local = _weighed(small, Part.ALONE, prompt)
+            at, _ = _pick(local, asked)
+            return Choice(None, small[at], Reason.LOCAL_BELOW_THRESHOLD, False, (read, fetch, local))
+    weighed: tuple[Weighed, ...] = (read, fetch)
     if not held and policy.disaggregate is Disaggregate.AUTO:
-        local = Weighed(answering, Part.LOCAL, prompt)
+        local = Weighed(answering, Part.LOCAL, rows, prompt)
         weighed = (read, fetch, local)
-        remote = read.totals[rows[0]] + fetch.totals[rows[1]] if rows else min(read.totals) + min(fetch.totals)
+        remote = read.totals[pair[0]] + fetch.totals[pair[1]] if pair else min(read.totals) + min(fetch.totals)
         if min(local.totals) < remote:
-            row, _ = _pick(local, asked, prompt)
-            return Choice(None, answering[row], Reason.LOCAL_CHEAPER, False, weighed)
-    (one, reason), (two, other) = _pick(read, asked, prompt), _pick(fetch, asked, prompt)
-    if rows and (prefills[one].id, answering[two].id) in broken:
-        (one, two), reason, other = rows, _why(read, rows[0], prompt), _why(fetch, rows[1], prompt)
-    return Choice(prefills[one], answering[two], _telling(reason, other), False, weighed)
+            at, _ = _pick(local, asked)
+            return Choice(None, answering[at], Reason.LOCAL_CHEAPER, False, weighed)
+    (one, first), (two, second) = _pick(read, asked), _pick(fetch, asked)
+    if pair and (prefills[one].id, answering[two].id) in broken:
+        (one, two), first, second = pair, None, None
+    reason = first or (second if second in _SESSIONS else None) or _why(read, one)
+    return Choice(prefills[one], answering[two], reason, False, weighed)
 
 
-def _pick(weighed: Weighed, asked: _Asked, prompt: Prompt) -> tuple[int, Reason]:
-    """A row of the pool, and why that."""
+def _pick(weighed: Weighed, asked: _Asked) -> tuple[int, Reason | None]:
+    """A position in the pool, and why that if it is not simply the cheapest."""
     totals, engines = weighed.totals, weighed.engines
     if len(totals) == 1:
-        return 0, _why(weighed, 0, prompt)
+        return 0, None
     least = min(totals)
     if asked.session is not None:
         limit = least * NEAR + NEAR_SECONDS
-        near = [row for row, total in enumerate(totals) if total <= limit]
+        near = [engine for engine, total in zip(engines, totals, strict=True) if total <= limit]
         if len(near) > 1:
-            home = _home([engines[row] for row in near], asked.session)
-            return engines.index(home), Reason.AFFINITY
+            return engines.index(_home(near, asked.session)), Reason.AFFINITY
     if asked.temperature:
-        row = _drawn(totals, least, asked)
-        if totals[row] > least:
-            return row, Reason.TEMPERATURE
-    elif totals.count(least) == 1:
-        row = totals.index(least)
-    else:
-        row = min((r for r, total in enumerate(totals) if total == least), key=lambda r: engines[r].last_taken)
-    return row, _why(weighed, row, prompt)
+        at = _drawn(totals, least, asked)
+        return at, Reason.TEMPERATURE if totals[at] > least else None
+    if totals.count(least) == 1:
+        return totals.index(least), None
+    return min((at for at, total in enumerate(totals) if total == least), key=lambda at: engines[at].last_taken), None
 
 
-def _why(weighed: Weighed, row: int, prompt: Prompt) -> Reason:
-    lacking = weighed.lacking
-    fewest = min(lacking)
-    if fewest >= prompt.tokens:
+def _why(weighed: Weighed, at: int) -> Reason:
+    """What the KV has to do with it."""
+    overlap = weighed.prompt.overlap if weighed.prompt is not None else None
+    if not overlap:
         return Reason.NO_OVERLAP
-    return Reason.OVERLAP if lacking[row] == fewest else Reason.LOAD_WINS
+    lacking = [row[1] for row in weighed.rows]
+    fewest = min(lacking)
+    if lacking[at] > fewest:
+        return Reason.LOAD_WINS
+    return Reason.OVERLAP if weighed.engines[at] in overlap else Reason.NO_OVERLAP
 
 
 def _drawn(totals: Sequence[float], least: float, asked: _Asked) -> int:
@@ -374,15 +382,15 @@ def _drawn(totals: Sequence[float], least: float, asked: _Asked) -> int:
     span = max(totals) - least or 1.0
     weights = [exp((least - total) / span / asked.temperature) for total in totals]
     left = asked.chance() * sum(weights)
-    for row, weight in enumerate(weights):
+    for at, weight in enumerate(weights):
         left -= weight
         if left < 0:
-            return row
+            return at
     return totals.index(least)
 
 
 def _cheapest_pair(read: Weighed, fetch: Weighed, broken: Collection[tuple[str, str]]) -> tuple[int, int] | None:
-    """The rows of the cheapest pair whose transfer works."""
+    """The positions of the cheapest pair whose transfer works."""
     best, found = inf, None
     seconds = fetch.sorted()
     for one in read.sorted():
