@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         action="extend",
         default=[],
-        metavar="URL=tcp://HOST:PORT[,replay=tcp://HOST:PORT]",
+        metavar="URL=tcp://HOST:PORT[,replay=tcp://HOST:PORT][,ranks=N]",
         help="where the engine at URL publishes its KV events (kv)",
     )
     alone.add_argument(
@@ -54,6 +54,12 @@ def parser() -> argparse.ArgumentParser:
     limits.add_argument("--drain-seconds", type=float, default=60.0, help="how long SIGTERM waits for replies (60)")
     limits.add_argument(
         "--silence-seconds", type=float, default=600.0, help="longest wait for an engine's answer (600)"
+    )
+    limits.add_argument(
+        "--kv-index-blocks",
+        type=int,
+        metavar="N",
+        help="(engine, block) entries of a deployment's KV index (default: TANDEM_KV_INDEX_BLOCKS, 4000000)",
     )
     limits.add_argument("--gap-seconds", type=float, default=300.0, help="longest silence inside a stream (300)")
     limits.add_argument(
@@ -94,6 +100,9 @@ def options(arguments: argparse.Namespace, settings: config.Config) -> Options:
         raise InvalidInput("--max-body-mb: choose 1 to 4096", field="max_body_mb")
     if not 5 <= arguments.limit_wait_ms <= 10_000:
         raise InvalidInput("--limit-wait-ms: choose 5 to 10000", field="limit_wait_ms")
+    index_blocks = arguments.kv_index_blocks if arguments.kv_index_blocks is not None else settings.kv_index_blocks
+    if index_blocks < 1_000:
+        raise InvalidInput("--kv-index-blocks: choose 1000 or more", field="kv_index_blocks")
     return Options(
         fleet=fleet,
         redis_url="" if fleet else settings.redis_url,
@@ -103,6 +112,7 @@ def options(arguments: argparse.Namespace, settings: config.Config) -> Options:
         drain_seconds=arguments.drain_seconds,
         silence_seconds=arguments.silence_seconds,
         gap_seconds=arguments.gap_seconds,
+        index_blocks=index_blocks,
         limit_wait_seconds=arguments.limit_wait_ms / 1000,
     )
 

@@ -336,7 +336,7 @@ class Evidence:
         self.caches: dict[str, Cache] = {}
         """By served name."""
         self._view = view
-        self._limit = limit
+        self.limit = limit
         self._seen: object = None
 
     def of(self, deployment: Deployment) -> Cache | None:
@@ -368,7 +368,7 @@ class Evidence:
         for name, deployment in deployments.items():
             if deployment.routing.mode in CACHE_AWARE:
                 if name not in self.caches:
-                    self.caches[name] = Cache(deployment, self._limit)
+                    self.caches[name] = Cache(deployment, self.limit)
                 self.caches[name].keep_up(deployment, now)
 
 

@@ -14,8 +14,10 @@ from time import monotonic
 import zmq
 import zmq.asyncio
 
-from frontend_api.evidence import LOADING, Cache, Evidence, Source, TokenSource
+from frontend_api.evidence import Cache, Evidence, Source, TokenSource
 from frontend_api.kvevents import END, REPLAY_SECONDS, Rank
+from frontend_api.kvsave import SavedIndex
+from frontend_api.tokenizer_store import Absent
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +34,16 @@ class Unusable(Exception):
 
 
 class Follower:
-    """Follows the events of every engine in the evidence. `load`: the token source of a folder, in any thread; raises
-    `Unusable` where there is none."""
+    """Follows the events of every engine in the evidence. `load`: the token source of a folder, or of what is offered under
+    a Redis key, in any thread; raises `Unusable` where there is none, `Absent` where there may be one later."""
 
-    def __init__(self, evidence: Evidence, load: Callable[[str], TokenSource]) -> None:
+    def __init__(
+        self, evidence: Evidence, load: Callable[[str, str], TokenSource], saved: SavedIndex | None = None
+    ) -> None:
+        """`saved`: what ranks may begin with."""
         self._evidence = evidence
         self._load = load
+        self._saved = saved
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._context = zmq.asyncio.Context()
         self._tasks: dict[Source, asyncio.Task[None]] = {}
@@ -64,22 +70,27 @@ class Follower:
             if task is None or task.done():
                 self._tasks[source] = asyncio.create_task(self._follow(source, rank))
         for cache in self._evidence.caches.values():
-            if cache.tokens is None and cache.no_tokens == LOADING and cache.folder not in self._loading:
-                self._loading[cache.folder] = asyncio.create_task(self._load_tokens(cache, cache.folder))
+            if cache.tokens is None and cache.awaits_tokens and cache.tokenizer not in self._loading:
+                self._loading[cache.tokenizer] = asyncio.create_task(self._load_tokens(cache, cache.tokenizer))
         self._evidence.tick(monotonic())
 
-    async def _load_tokens(self, cache: Cache, folder: str) -> None:
+    async def _load_tokens(self, cache: Cache, tokenizer: str) -> None:
         tokens: TokenSource | None = None
-        why = "the tokenizer cannot be used"
+        why, pause = "the tokenizer cannot be used", 0.0
         try:
-            tokens = await asyncio.to_thread(self._load, folder)
+            tokens = await asyncio.to_thread(self._load, cache.folder, cache.tokenizer_key)
+        except Absent as error:
+            why, pause = str(error), RETRY_SECONDS
         except Unusable as error:
-            log.warning("The tokenizer in %s cannot be used: %s", folder, error)
+            log.warning("The tokenizer in %s cannot be used: %s", cache.folder, error)
         except Exception:
-            log.exception("The tokenizer in %s cannot be used.", folder)
-        if cache.folder == folder:
-            cache.tokens, cache.no_tokens = tokens, why
-        del self._loading[folder]
+            log.exception("The tokenizer in %s cannot be used.", cache.folder)
+        if cache.tokenizer == tokenizer:
+            if pause and why != cache.no_tokens:
+                log.warning("%s: %s.", cache.name, why)
+            cache.tokens, cache.no_tokens, cache.awaits_tokens = tokens, why, bool(pause)
+        await asyncio.sleep(pause)
+        del self._loading[tokenizer]
 
     async def _follow(self, source: Source, rank: Rank) -> None:
         asking = asyncio.create_task(self._replays(source, rank)) if source.replay else None
@@ -105,6 +116,8 @@ class Follower:
                 asking.cancel()
 
     async def _replays(self, source: Source, rank: Rank) -> None:
+        if self._saved is not None:
+            await self._saved.restore(source, rank)
         while True:
             while rank.wanted is None:  # noqa: ASYNC110 - the state machine sets no event
                 await asyncio.sleep(0.05)
@@ -126,6 +139,7 @@ class Follower:
                         await asyncio.sleep(0)
             except (TimeoutError, zmq.ZMQError):
                 rank.replay_failed(monotonic())
+                await asyncio.sleep(TICK_SECONDS)
             finally:
                 dealer.close(0)
 

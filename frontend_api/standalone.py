@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -44,8 +45,8 @@ def from_urls(
     tokenizer: str = "",
     kv_events: Sequence[str] = (),
 ) -> FleetSnapshot:
-    """One deployment of the engines at these URLs. `tokenizer`: a model's folder. `kv_events`: `URL=tcp://…[,replay=tcp://…]`
-    per engine. Raises `InvalidInput` for what is no URL or does not fit together."""
+    """One deployment of the engines at these URLs. `tokenizer`: a model's folder. `kv_events`:
+    `URL=tcp://…[,replay=tcp://…][,ranks=N]` per engine. Raises `InvalidInput` for what is no URL or does not fit together."""
     routing = routing or RoutingPolicy()
     if bool(aggregated) == bool(prefill or decode):
         raise InvalidInput("Give --aggregated URL …, or --prefill URL … with --decode URL ….", field="aggregated")
@@ -68,9 +69,11 @@ def from_urls(
             check_url(url, f"--{role}")
             name = f"{role}-{index}"
             url = url.rstrip("/")
-            events, replay = publishers.pop(url, ("", ""))
+            events, replay, ranks = publishers.pop(url, _Publisher())
             engines.append(
-                SnapshotEngine(id=name, name=name, attempt=1, role=role, url=url, events=events, replay=replay)
+                SnapshotEngine(
+                    id=name, name=name, attempt=1, role=role, url=url, events=events, replay=replay, ranks=ranks
+                )
             )
     if publishers:
         raise InvalidInput(f"--kv-events: {next(iter(publishers))} is none of the engines given.", field="kv_events")
@@ -85,22 +88,39 @@ def from_urls(
     return FleetSnapshot(version=1, deployments=(deployment,))
 
 
-def _publisher(text: str) -> tuple[str, tuple[str, str]]:
-    """`URL=tcp://…[,replay=tcp://…]` as (URL, (events, replay))."""
-    url, _, addresses = text.partition("=")
-    events, _, replay = addresses.partition(",replay=")
-    for address in (events, replay) if replay or ",replay=" in addresses else (events,):
-        try:
-            parts = urlsplit(address)
-            fine = parts.scheme == "tcp" and bool(parts.hostname) and bool(parts.port) and not parts.path
-        except ValueError:
-            fine = False
-        if not fine or "*" in address:
-            raise InvalidInput(
-                f"--kv-events: {text!r} is not understood; write URL=tcp://HOST:PORT[,replay=tcp://HOST:PORT]",
-                field="kv_events",
-            )
-    return url.rstrip("/"), (events, replay)
+class _Publisher(NamedTuple):
+    events: str = ""
+    replay: str = ""
+    ranks: int = 1
+
+
+def _publisher(text: str) -> tuple[str, _Publisher]:
+    """`URL=tcp://…[,replay=tcp://…][,ranks=N]` as (URL, publisher)."""
+    url, _, rest = text.partition("=")
+    events, *options = rest.split(",")
+    told = dict(option.partition("=")[::2] for option in options)
+    replay, ranks = told.pop("replay", None), told.pop("ranks", "1")
+    addresses = (events,) if replay is None else (events, replay)
+    if told or not all(map(_is_publisher, addresses)) or not (ranks.isdecimal() and 1 <= int(ranks) <= 1_024):
+        raise InvalidInput(
+            f"--kv-events: {text!r} is not understood; write URL=tcp://HOST:PORT[,replay=tcp://HOST:PORT][,ranks=N]",
+            field="kv_events",
+        )
+    return url.rstrip("/"), _Publisher(events, replay or "", int(ranks))
+
+
+def _is_publisher(address: str) -> bool:
+    try:
+        parts = urlsplit(address)
+        return (
+            parts.scheme == "tcp"
+            and bool(parts.hostname)
+            and bool(parts.port)
+            and not parts.path
+            and "*" not in address
+        )
+    except ValueError:
+        return False
 
 
 def check_url(url: str, where: str) -> None:

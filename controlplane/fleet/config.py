@@ -29,6 +29,7 @@ class Config(Struct, frozen=True, kw_only=True):
     openai_port: Port = 8080
     redis_port: PortOrAuto = 0
     routers: Annotated[int, Meta(ge=1, le=64)] = 1
+    kv_index_blocks: Annotated[int, Meta(ge=1_000)] = 4_000_000
     runtime: Literal["auto", "sim", "cpu", "gpu"] = "auto"
     keep_engines: bool = False
     redis_url: str = ""
@@ -44,6 +45,7 @@ class Config(Struct, frozen=True, kw_only=True):
     hf_token: str = ""
     url: str = "http://127.0.0.1:8000"
     api_key: str = ""
+    key: str = ""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def home_path(self) -> Path:
@@ -76,6 +78,11 @@ VARIABLES = (
     Variable("TANDEM_OPENAI_PORT", "openai_port", "Port of the OpenAI-compatible endpoint."),
     Variable("TANDEM_REDIS_PORT", "redis_port", "Port of the embedded Redis; 0 chooses one and remembers it."),
     Variable("TANDEM_ROUTERS", "routers", "Router processes that share the OpenAI port."),
+    Variable(
+        "TANDEM_KV_INDEX_BLOCKS",
+        "kv_index_blocks",
+        "KV blocks, counted once per engine, that a router process remembers of one deployment: 40 to 125 bytes each.",
+    ),
     Variable("RUNTIME", "runtime", "Engine runtime of this machine's node and of the demo: auto, sim, cpu or gpu."),
     Variable("KEEP_ENGINES", "keep_engines", "1: engines go on when `make up` stops, and are adopted by the next."),
     Variable("REDIS_URL", "redis_url", "Redis or Valkey to use instead of the embedded one.", True),
@@ -93,6 +100,7 @@ VARIABLES = (
     Variable("HF_TOKEN", "hf_token", "Access token for models of a hub; handed on by environment only.", True),
     Variable("TANDEM_URL", "url", "Control plane that the `tandem` command talks to."),
     Variable("TANDEM_API_KEY", "api_key", "Manage key of the `tandem` command.", True),
+    Variable("TANDEM_KEY", "key", "Inference key of `tandem bench`.", True),
     Variable("TANDEM_LOG_LEVEL", "log_level", "debug, info, warning or error."),
 )
 

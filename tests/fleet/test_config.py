@@ -37,6 +37,7 @@ def test_values_are_typed() -> None:
         ("KEEP_ENGINES", "maybe"),
         ("TANDEM_ENGINE_PORTS", "5000"),
         ("TANDEM_ROUTERS", "0"),
+        ("TANDEM_KV_INDEX_BLOCKS", "999"),
         ("TANDEM_LOG_LEVEL", "loud"),
     ],
 )

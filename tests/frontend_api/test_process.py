@@ -263,14 +263,14 @@ def test_a_fleet_from_the_command_line_knows_its_publishers() -> None:
         decode=["http://b:1", "http://c:1"],
         routing=policy,
         tokenizer="/model",
-        kv_events=[EVENTS, "http://c:1=tcp://[::1]:2"],
+        kv_events=[EVENTS, "http://c:1=tcp://[::1]:2,ranks=4"],
     )
     (deployment,) = snapshot.deployments
     assert (deployment.routing, deployment.tokenizer) == (policy, "/model")
-    assert [(e.name, e.events, e.replay) for e in deployment.engines] == [
-        ("prefill-0", "tcp://a:2", "tcp://a:3"),
-        ("decode-0", "", ""),
-        ("decode-1", "tcp://[::1]:2", ""),
+    assert [(e.name, e.events, e.replay, e.ranks) for e in deployment.engines] == [
+        ("prefill-0", "tcp://a:2", "tcp://a:3", 1),
+        ("decode-0", "", "", 1),
+        ("decode-1", "tcp://[::1]:2", "", 4),
     ]
 
 
@@ -283,7 +283,20 @@ def test_a_fleet_from_the_command_line_knows_its_publishers() -> None:
         ("kv", {"tokenizer": "/model", "kv_events": ["http://b:1=tcp://a:2"]}, "kv_events"),
         *(
             ("kv", {"tokenizer": "/model", "kv_events": [f"http://a:1{rest}"]}, "kv_events")
-            for rest in ("", "=", "=a:2", "=http://a:2", "=tcp://a", "=tcp://*:2", "=tcp://a:2,replay=", "=tcp://a:x")
+            for rest in (
+                "",
+                "=",
+                "=a:2",
+                "=http://a:2",
+                "=tcp://a",
+                "=tcp://*:2",
+                "=tcp://a:2,replay=",
+                "=tcp://a:x",
+                "=tcp://a:2,ranks=0",
+                "=tcp://a:2,ranks=-1",
+                "=tcp://a:2,ranks",
+                "=tcp://a:2,tcp://a:3",
+            )
         ),
     ],
 )
