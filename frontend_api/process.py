@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import socket
+from functools import partial
 from pathlib import Path
 from time import monotonic, time
 
@@ -19,13 +20,18 @@ from frontend_api.counter import RedisCounter
 from frontend_api.decisions import Decisions
 from frontend_api.evidence import Evidence, TokenSource
 from frontend_api.gate import Router
+from frontend_api.handout import Entrance
+from frontend_api.kvindex import LIMIT
 from frontend_api.kvlisten import Follower, Unusable
+from frontend_api.kvsave import SavedIndex
 from frontend_api.limits import PATIENCE, KeyLimits
+from frontend_api.loads import Loads, Table
 from frontend_api.reading import Limits
 from frontend_api.server import Server
 from frontend_api.shared import Slots
 from frontend_api.telemetry import Telemetry
 from frontend_api.tokencheck import TokenCheck
+from frontend_api.tokenizer_store import TokenizerStore
 from frontend_api.upstream import Upstreams
 from frontend_api.view import View
 
@@ -45,17 +51,25 @@ class Options(Struct, frozen=True):
     drain_seconds: float = 60.0
     silence_seconds: float = 600.0
     gap_seconds: float = 300.0
+    index_blocks: int = LIMIT
+    """(engine, block) entries of the KV index of one deployment."""
     limit_wait_seconds: float = PATIENCE
     """Longest wait of a limited key's request for the count in Redis."""
 
 
 async def run(
-    options: Options, sock: socket.socket, *, parent_gone: int | None = None, slots: Slots | None = None, index: int = 0
+    options: Options,
+    door: socket.socket | Entrance,
+    *,
+    parent_gone: int | None = None,
+    slots: Slots | None = None,
+    loads: Table | None = None,
+    index: int = 0,
 ) -> None:
-    """Serve on a bound socket until SIGTERM or SIGINT, then drain.
+    """Serve on a bound socket, or what the parent accepts, until SIGTERM or SIGINT, then drain.
 
-    `parent_gone`: a descriptor that becomes readable when the parent process is gone. `slots`, `index`: where this process
-    and its siblings show each other their figures.
+    `parent_gone`: a descriptor that becomes readable when the parent process is gone. `slots`, `loads`, `index`: where this
+    process and its siblings show each other their figures and loads.
     """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -64,7 +78,8 @@ async def run(
     if parent_gone is not None:
         loop.add_reader(parent_gone, stop.set)
     view = View()
-    evidence = Evidence(view)
+    evidence = Evidence(view, options.index_blocks)
+    saved = SavedIndex(evidence, options.copy.parent / "kv")
     upstreams = Upstreams()
     telemetry = Telemetry(
         f"{socket.gethostname()}-{os.getpid()}",
@@ -88,6 +103,7 @@ async def run(
         telemetry,
         evidence=evidence,
         decisions=decisions,
+        loads=Loads(loads, index),
         limits=limits,
         auth=options.auth,
         silence_seconds=options.silence_seconds,
@@ -95,7 +111,9 @@ async def run(
     )
     server = router.server = Server(router, options.limits)
     tasks = [loop.create_task(listeners.run_probes(view)), loop.create_task(_sweeps(server, router))]
-    tasks.append(loop.create_task(Follower(evidence, _tokenizer).run()))
+    tasks.append(loop.create_task(Follower(evidence, partial(_tokenizer, _tokenizers(options)), saved).run()))
+    if index == 0:  # the others know the same
+        tasks.append(loop.create_task(saved.run()))
     tasks.append(loop.create_task(TokenCheck(evidence, upstreams, telemetry.count_token_check).run()))
     if slots is not None and slots.count > 1:
         tasks.append(loop.create_task(decisions.run()))
@@ -114,11 +132,19 @@ async def run(
         ]
     for task in tasks:
         task.add_done_callback(_ended)
-    await server.listen(sock)
+    router.waiting.listen()
+    if isinstance(door, Entrance):
+        server.admit(door)
+    else:
+        await server.listen(door)
     await stop.wait()
     if parent_gone is not None:
         loop.remove_reader(parent_gone)
+    if index == 0:
+        await saved.save()  # at once: the drain may be cut short
     await drain(server, options.drain_seconds)
+    if index == 0:
+        await saved.save()
     for task in tasks:
         task.remove_done_callback(_ended)
     await listeners.end(tasks)
@@ -129,14 +155,19 @@ async def run(
     upstreams.close()
 
 
-def _tokenizer(folder: str) -> TokenSource:
-    """The exact token ids of a model. Raises `Unusable`."""
+def _tokenizers(options: Options) -> TokenizerStore:
+    fetch = listeners.fetcher(options.redis_url) if options.redis_url else None
+    return TokenizerStore(options.copy.parent.parent / "tokenizers", fetch)
+
+
+def _tokenizer(store: TokenizerStore, folder: str, key: str) -> TokenSource:
+    """The exact token ids of a model. Raises `Unusable` or `Absent`."""
     # imported here: only cache-aware routing needs the memory
     from frontend_api.model_folder import TokenizerUnusable
     from frontend_api.tokens import Tokenizer
 
     try:
-        return Tokenizer(Path(folder))
+        return Tokenizer(store.folder(folder, key))
     except TokenizerUnusable as error:
         raise Unusable(error) from None
 
@@ -146,7 +177,7 @@ async def drain(server: Server, seconds: float) -> None:
     server.stop_accepting()
     deadline = monotonic() + seconds
     log.info("Draining %d connections.", len(server.connections))
-    while server.connections and monotonic() < deadline:  # noqa: ASYNC110 - the hot path sets no event
+    while (server.connections or server.arriving) and monotonic() < deadline:  # noqa: ASYNC110 - the hot path sets no event
         await asyncio.sleep(0.05)
     if server.connections:
         log.warning("%d connections are cut at the drain limit of %g s.", len(server.connections), seconds)

@@ -13,6 +13,7 @@ from http import HTTPStatus
 from time import monotonic, perf_counter
 from typing import Protocol, cast
 
+from frontend_api.handout import Entrance
 from frontend_api.openai import Problem, error_body
 from frontend_api.reading import Limits, Request, RequestReader
 
@@ -192,7 +193,7 @@ class ClientConnection(asyncio.Protocol):
         self._server.connections.add(self)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._server.connections.discard(self)
+        self._server.left(self)
         self._transport = None
         self._gone()
         self._reader.close()
@@ -256,7 +257,7 @@ class ClientConnection(asyncio.Protocol):
             if late:
                 self._reader.give_up(Problem(408, "request_timeout", "The request did not come in time."))
                 self._next()
-        elif now - self._last_read > limits.idle_seconds:
+        elif self._server.draining or now - self._last_read > limits.idle_seconds:
             self.close_if_idle()
 
     def close_if_idle(self) -> None:
@@ -274,12 +275,41 @@ class Server:
         self.limits = limits
         self.connections: set[ClientConnection] = set()
         self.draining = False
+        self.arriving: set[asyncio.Task[None]] = set()
+        """Connections that are being taken over from the parent."""
         self._listener: asyncio.Server | None = None
+        self._entrance: Entrance | None = None
 
     async def listen(self, sock: socket.socket) -> None:
         """Accept on a socket that is bound already."""
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(lambda: ClientConnection(self), sock=sock, backlog=2048)
+
+    def admit(self, entrance: Entrance) -> None:
+        """Serve the connections that the parent accepts."""
+        self._entrance = entrance
+        asyncio.get_running_loop().add_reader(entrance.sock, self._take_arrivals, entrance)
+
+    def _take_arrivals(self, entrance: Entrance) -> None:
+        loop = asyncio.get_running_loop()
+        for sock in entrance.arrivals():
+            task = loop.create_task(self._take(entrance, sock))
+            self.arriving.add(task)
+            task.add_done_callback(self.arriving.discard)
+
+    async def _take(self, entrance: Entrance, sock: socket.socket) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: ClientConnection(self), sock)
+        except OSError as error:
+            log.info("A connection was gone before it could be served: %s", error)
+            sock.close()
+            entrance.ended()
+
+    def left(self, connection: ClientConnection) -> None:
+        """It is closed."""
+        self.connections.discard(connection)
+        if self._entrance is not None:
+            self._entrance.ended()
 
     def sweep(self, now: float) -> None:
         """Once a second: enforce the time limits."""
@@ -291,6 +321,9 @@ class Server:
         self.draining = True
         if self._listener is not None:
             self._listener.close()
+        if self._entrance is not None:
+            self._entrance.leave()
+            self._take_arrivals(self._entrance)  # and what was handed over at this moment comes later
         for connection in list(self.connections):
             connection.close_if_idle()
 
