@@ -1,0 +1,161 @@
+"""What a request is charged: guessed before, seen afterwards. And how limits are told."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from controlplane.fleet.wire import Result, SnapshotKey
+from frontend_api import ratelimits
+from frontend_api.account import Account
+from frontend_api.charges import COMPLETION_OUTPUT, USUAL_OUTPUT, Estimate, charge, estimate
+from frontend_api.openai import ENDPOINTS, Shape
+from frontend_api.ratelimits import Refusal, Standing, duration
+from frontend_api.sse import EventReader
+from frontend_api.windows import Bound
+
+CHAT, TEXT, RESPONSES, MESSAGES = (
+    ENDPOINTS[path] for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "output", "sure"),
+    [
+        (CHAT, {"max_tokens": 30}, 30, 30),
+        (CHAT, {"max_completion_tokens": 20, "max_tokens": 30}, 20, 20),
+        (CHAT, {"max_tokens": 30, "n": 3}, 90, 90),
+        (CHAT, {}, USUAL_OUTPUT, 0),
+        (CHAT, {"max_tokens": None}, USUAL_OUTPUT, 0),
+        (CHAT, {"max_tokens": "many"}, USUAL_OUTPUT, 0),  # the engine will refuse it
+        (CHAT, {"max_tokens": -1}, USUAL_OUTPUT, 0),
+        (CHAT, {"max_tokens": True}, USUAL_OUTPUT, 0),
+        (CHAT, {"n": 2}, 2 * USUAL_OUTPUT, 0),
+        (TEXT, {"prompt": "a"}, COMPLETION_OUTPUT, 0),
+        (TEXT, {"prompt": ["a", "b"], "max_tokens": 7}, 14, 14),
+        (TEXT, {"prompt": [1, 2, 3], "max_tokens": 7}, 7, 7),
+        (TEXT, {"prompt": [[1], [2], [3]], "max_tokens": 7, "n": 2}, 42, 42),
+        (RESPONSES, {"max_output_tokens": 9, "max_tokens": 99}, 9, 9),
+        (MESSAGES, {"max_tokens": 12}, 12, 12),
+        (ENDPOINTS["/v1/embeddings"], {"input": "a"}, 0, 0),
+    ],
+)
+def test_an_estimate_holds_what_was_asked_for(endpoint: Any, body: dict[str, Any], output: int, sure: int) -> None:
+    data = json.dumps(body).encode()
+    guessed = estimate(endpoint, data, None, None)
+    assert guessed == Estimate(-(-len(data) // 4), output, sure)
+    if endpoint.generates:
+        assert estimate(endpoint, data, 50, None) == Estimate(50, output, sure + 50)
+
+
+def test_tokenize_costs_nothing() -> None:
+    assert estimate(ENDPOINTS["/tokenize"], b'{"prompt": "a"}', None, 100) == Estimate(0, 0, 0)
+
+
+def test_a_guess_never_takes_more_than_the_budget_but_what_is_sure_does() -> None:
+    body = json.dumps({"messages": "x" * 4000}).encode()
+    assert estimate(CHAT, body, None, 100).within(100) == 100
+    assert estimate(CHAT, body, 10, 100) == Estimate(10, 25, 10)  # an open end: a quarter of the budget at most
+    assert estimate(CHAT, body, 150, 100).within(100) == 150
+    assert estimate(CHAT, b'{"max_tokens": 500}', 10, 100).within(100) == 510
+    assert estimate(CHAT, b'{"max_tokens": 500}', 10, None).within(None) == 510
+
+
+def account(
+    *, prompt: int | None = None, output: int | None = None, texts: int | None = None, sent: bool = True
+) -> Account:
+    made = Account(0.0)
+    made.usage.prompt, made.usage.output = prompt, output
+    made.sent_at = 1.0 if sent else 0.0
+    if texts is not None:
+        made.reader = EventReader(Shape.CHAT, made.usage)
+        made.reader.texts = texts
+        made.streamed = texts > 0
+    return made
+
+
+BEFORE, RESERVED = Estimate(40, 60, 60), 100
+
+
+@pytest.mark.parametrize(
+    ("seen", "result", "status", "tokens"),
+    [
+        (account(prompt=30, output=7), Result.OK, 200, 37),
+        (account(prompt=30), Result.OK, 200, 30),
+        (account(), Result.OK, 200, RESERVED),  # an answer without counts is never free
+        (account(prompt=30, output=7, texts=8), Result.OK, 200, 37),
+        (account(texts=6), Result.TRUNCATED, 200, 45),  # role and five texts
+        (account(texts=6), Result.ABORTED, 499, 45),
+        (account(prompt=30, output=1, texts=6), Result.ABORTED, 499, 35),  # counts that began and were cut off
+        (account(), Result.ABORTED, 499, 40),  # its prompt was being read
+        (account(sent=False), Result.ABORTED, 499, 0),
+        (account(), Result.REFUSED, 400, 0),
+        (account(), Result.FAILED, 503, 0),
+        (account(), Result.FAILED, 504, 0),
+        (account(sent=False), Result.FAILED, 503, 0),
+    ],
+    ids=range(13),
+)
+def test_what_was_seen_is_charged(seen: Account, result: Result, status: int, tokens: int) -> None:
+    assert charge(CHAT, seen, result, status, BEFORE, RESERVED) == tokens
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, b"0s"),
+        (-3, b"0s"),
+        (0.0201, b"21ms"),
+        (0.999, b"999ms"),
+        (1, b"1s"),
+        (7.66, b"7.66s"),
+        (60, b"1m0s"),
+        (61, b"1m1s"),
+        (359.5, b"5m59.5s"),
+    ],
+)
+def test_durations(seconds: float, text: bytes) -> None:
+    assert duration(seconds) == text
+
+
+LIMITED = SnapshotKey(id="k", digest="d", requests_per_minute=60, tokens_per_minute=1000, concurrency=2)
+
+
+def test_headers_tell_of_each_limit_that_there_is() -> None:
+    assert ratelimits.headers(LIMITED, Standing(1, 1300, 60.5)).decode().splitlines() == [
+        "x-ratelimit-limit-requests: 60",
+        "x-ratelimit-remaining-requests: 59",
+        "x-ratelimit-reset-requests: 1m0.5s",
+        "x-ratelimit-limit-tokens: 1000",
+        "x-ratelimit-remaining-tokens: 0",
+        "x-ratelimit-reset-tokens: 1m0.5s",
+    ]
+    assert ratelimits.headers(SnapshotKey(id="k", digest="d", concurrency=1), Standing(1, 2, 3.0)) == b""
+
+
+@pytest.mark.parametrize(
+    ("refusal", "kind", "retry", "says"),
+    [
+        (
+            Refusal(Bound.REQUESTS, 11.2, 60, 1),
+            "requests",
+            12,
+            "requests per min (RPM): Limit 60, Used 60, Requested 1. ",
+        ),
+        (Refusal(Bound.TOKENS, 0.2, 900, 101), "tokens", 1, "Used 900, Requested 101. Please try again in 200ms."),
+        (Refusal(Bound.CONCURRENCY, 1.0, 2, 1), "requests", 1, "requests at a time: Limit 2"),
+        (
+            Refusal(Bound.TOKENS, 61, 0, 1001),
+            "tokens",
+            61,
+            "Request too large for m on tokens per min (TPM): Limit 1000",
+        ),
+    ],
+)
+def test_problems(refusal: Refusal, kind: str, retry: int, says: str) -> None:
+    problem = ratelimits.problem(LIMITED, refusal, "m")
+    assert (problem.status, problem.code, problem.kind) == (429, "rate_limit_exceeded", kind)
+    assert problem.retry_after == retry
+    assert says in problem.message
