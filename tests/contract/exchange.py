@@ -10,6 +10,7 @@ from tests.contract.kv_events import block_size
 from tests.contract.pair import PREFILL_PARAMS, EnginePair, fresh_text
 
 BYTES_MOVED = "vllm:nixl_bytes_transferred_sum"
+AFTER_EXPIRY = "vllm:nixl_num_notifications_after_expiry_total"
 FAILED = "vllm:nixl_num_failed_transfers_total"
 
 EXCHANGES: dict[str, tuple[str, str, Callable[[EnginePair, str], dict], Callable[[dict], str]]] = {
@@ -95,6 +96,23 @@ def check_silent_local_compute(pair: EnginePair) -> None:
     assert by_source["local_compute"] > 0
     assert sum(by_source.values()) == usage["prompt_tokens"]
     assert grown["vllm:nixl_bytes_transferred_count"] == 0
+
+
+def check_refusing_lets_go_of_the_kv(pair: EnginePair) -> None:
+    """A request that decode refuses frees the KV that prefill keeps for it: at once if the engine refuses it; if its own
+    grammar is wrong (vLLM's endpoint never sees it then) only when the lease ends."""
+    usage = "vllm:kv_cache_usage_perc"
+    body = completion(pair) | {"prompt": long_prompt(pair, 2 * block_size(pair) + 3)}
+    before = pair.metrics(pair.prefill_url)
+    kept = prefill(pair, "completion", body)
+    pinned = pair.metrics(pair.prefill_url)[usage]
+    assert pinned > before[usage]
+    reply = pair.post(pair.decode_url, COMPLETIONS, body | {"max_tokens": "odd", "kv_transfer_params": kept})
+    assert reply.status_code == 400
+    reply = pair.post(pair.decode_url, COMPLETIONS, body | {"max_tokens": 0, "kv_transfer_params": kept})
+    assert reply.status_code == 400
+    freed = pair.settled(pair.prefill_url, lambda samples: samples[usage] < pinned)
+    assert freed[AFTER_EXPIRY] == before[AFTER_EXPIRY], "the wrong one let go of nothing"
 
 
 def check_unreachable_prefill(pair: EnginePair) -> None:

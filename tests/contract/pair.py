@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import httpx
@@ -85,6 +86,16 @@ class EnginePair:
             if awaited is None or grown[awaited] > 0 or time.monotonic() > deadline:
                 return grown
             time.sleep(0.02)
+
+    def settled(
+        self, url: str, condition: Callable[[dict[str, float]], bool], seconds: float = 5.0
+    ) -> dict[str, float]:
+        """The engine's metrics once they are so; fails after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while not condition(samples := self.metrics(url)):
+            assert time.monotonic() < deadline, samples
+            time.sleep(0.02)
+        return samples
 
 
 def fresh_text(words: int) -> str:

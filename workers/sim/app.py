@@ -31,12 +31,13 @@ from workers.sim.http import (
     Scope,
     Send,
     internal,
+    late,
     no_route,
     unless_gone,
 )
 from workers.sim.messages import Messages
 from workers.sim.model_tokens import chat_text, ids, strings
-from workers.sim.requests import Json, TokenizeRequest, parse
+from workers.sim.requests import Carried, Json, TokenizeRequest, parse
 from workers.sim.responses import Responses
 from workers.sim.settings import VERSION, Settings
 
@@ -216,12 +217,13 @@ class App:
 
     def _check_model(self, model: str | None) -> None:
         if model and model != self._settings.served_model_name:
-            raise ApiError(
+            error = ApiError(
                 f"The model `{model}` does not exist. Valid aliases: {self._settings.served_model_name}.",
                 status=404,
                 kind="NotFoundError",
                 param="model",
             )
+            raise late(error)
 
     async def _generate(self, exchange: Exchange, read: Callable[[bytes, Settings], Endpoint]) -> None:
         body = await exchange.body()
@@ -230,13 +232,18 @@ class App:
                 "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed",
                 kind="Bad Request",
             )
-        endpoint = read(body, self._settings)
         try:
-            self._check_model(endpoint.asked_model)
-            if "http-500" in self._faults:
-                raise internal()
+            endpoint = read(body, self._settings)
+            try:
+                self._check_model(endpoint.asked_model)
+                if "http-500" in self._faults:
+                    raise internal()
+            except ApiError as error:
+                raise endpoint.refuse(error) from None
         except ApiError as error:
-            raise endpoint.refuse(error) from None
+            if error.late:
+                self._engine.let_go(parse(body, Carried).kv_transfer_params)
+            raise
         if self._faults.crash_due():
             os._exit(1)
         request_id = endpoint.prefix + (exchange.header(b"x-request-id") or secrets.token_hex(16))

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 
 from workers.sim.generation import Choice, Generation, Job, check_length
-from workers.sim.http import DONE, ApiError, event, invalid
+from workers.sim.http import DONE, ApiError, event, invalid, late
 from workers.sim.model_tokens import chat_text, ids
 from workers.sim.requests import ChatRequest, Json, parse
 from workers.sim.schema import script
@@ -261,5 +261,5 @@ def tool_call_id() -> str:
 def positive(max_tokens: int) -> int:
     """Raises `ApiError` for zero, as vLLM's sampling parameters do."""
     if max_tokens < 1:
-        raise invalid(f"max_tokens must be at least 1, got {max_tokens}.", "max_tokens", max_tokens)
+        raise late(invalid(f"max_tokens must be at least 1, got {max_tokens}.", "max_tokens", max_tokens))
     return max_tokens

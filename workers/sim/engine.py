@@ -22,7 +22,7 @@ from workers.sim.metrics import Metrics
 from workers.sim.sequence import Phase, Sequence
 from workers.sim.settings import Settings
 from workers.sim.text import Answer, pack
-from workers.sim.transfer import Remote
+from workers.sim.transfer import Remote, remote_of
 
 
 class Engine:
@@ -74,6 +74,12 @@ class Engine:
         if sequence.phase is Phase.WAITING and sequence.remote is not None and self._pulls:
             self._pulls.let_go(sequence.remote)
         self._finish(sequence, "abort")
+
+    def let_go(self, params: dict[str, object] | None) -> None:
+        """A request was refused: KV that waits for it elsewhere will not be read."""
+        remote = remote_of(params)
+        if remote is not None and self._pulls:
+            self._pulls.let_go(remote)
 
     def load(self) -> tuple[int, int]:
         """(running, waiting)"""

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Many
 from msgspec import Struct
 
 from workers.sim.engine import Engine
-from workers.sim.http import internal, invalid
+from workers.sim.http import internal, invalid, late
 from workers.sim.sequence import Output, Sampling, Sequence, TokenLogprob
 from workers.sim.transfer import remote_of
 
@@ -165,10 +165,11 @@ class Generation:
 def check_length(prompt: Many[int], max_model_len: int) -> None:
     """Raises `ApiError` when the prompt leaves no room for one token, in vLLM's words."""
     if len(prompt) >= max_model_len:
-        raise invalid(
+        error = invalid(
             f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains at least "
             f"{len(prompt)} input tokens, which exceeds this limit even without any output tokens. "
             "Please reduce the length of the input prompt.",
             "input_tokens",
             len(prompt),
         )
+        raise late(error)

@@ -20,6 +20,9 @@ encode = msgspec.json.Encoder().encode
 class ApiError(Exception):
     """An answer other than 200, in vLLM's shape."""
 
+    late = False
+    """Refused by the engine and not by the request's own grammar: only then does vLLM let go of KV that waits elsewhere."""
+
     def __init__(self, message: str, *, status: int = 400, kind: str = "BadRequestError", param: str | None = None):
         super().__init__(message)
         self.status = status
@@ -33,6 +36,12 @@ def invalid(message: str, parameter: str | None = None, value: object = None) ->
     named = [f"parameter={parameter}"] if parameter is not None else []
     extras = named if value is None else [*named, f"value={value}"]
     return ApiError(f"{message} ({', '.join(extras)})" if extras else message, param=parameter)
+
+
+def late(error: ApiError) -> ApiError:
+    """The same error, as the engine's own."""
+    error.late = True
+    return error
 
 
 def no_route(status: HTTPStatus = HTTPStatus.NOT_FOUND) -> ApiError:

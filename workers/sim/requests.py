@@ -120,6 +120,12 @@ class ResponsesRequest(Struct, kw_only=True):
     kv_transfer_params: Json | None = None
 
 
+class Carried(Struct):
+    """What any request may carry."""
+
+    kv_transfer_params: Json | None = None
+
+
 class TokenizeRequest(Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
