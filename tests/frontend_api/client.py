@@ -76,6 +76,16 @@ class Client:
             body = await asyncio.wait_for(self.reader.read(), 10)
         return head._replace(body=body)
 
+    async def closed_or_done(self) -> bytes:
+        """What still comes until a stream's last chunk, or until it breaks."""
+        parts = []
+        try:
+            while part := await self.chunk():
+                parts.append(part)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        return b"".join(parts)
+
     async def closed(self) -> bytes:
         """What still comes until the router closes the connection."""
         try:

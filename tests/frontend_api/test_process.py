@@ -9,7 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,22 @@ from controlplane.fleet.wire import (
     encode,
 )
 from frontend_api import standalone
+from frontend_api.__main__ import bind
 from tests.conftest import free_port
 from tests.frontend_api.client import PROMPT, Client, ask
 from tests.frontend_api.conftest import KEYS, until
-from tests.frontend_api.scripted import Heard, ScriptedEngine, answer_well
+from tests.frontend_api.scripted import (
+    DONE,
+    LAST,
+    ROLE,
+    STREAM_HEAD,
+    Answer,
+    Heard,
+    ScriptedEngine,
+    answer_well,
+    chunk,
+    framed,
+)
 
 CHAT = "/v1/chat/completions"
 
@@ -133,6 +147,105 @@ async def test_processes_share_one_port_and_are_replaced(run: Run, engine: Scrip
     assert not any(psutil.pid_exists(pid) for pid in before)
 
 
+def of_each(program: Program) -> list[int]:
+    """Client connections of each process."""
+    return [
+        sum(
+            1
+            for c in psutil.Process(pid).net_connections("tcp")
+            if c.status == "ESTABLISHED" and c.laddr.port == program.port
+        )
+        for pid in sorted(program.children)
+    ]
+
+
+async def test_connections_spread_evenly(run: Run, engine: ScriptedEngine) -> None:
+    """A burst of connections that stay; then some of one process end, and newcomers fill up what is missing."""
+    program = await run("--no-auth", "--model", "m", "--aggregated", engine.url, "--processes", "4")
+    async with AsyncExitStack() as stack:
+        clients = [Client(program.port) for _ in range(400)]
+        await asyncio.gather(*(stack.enter_async_context(client) for client in clients))
+        for client in clients:
+            client.post("/health")
+        await asyncio.gather(*(client.reply() for client in clients))
+        assert of_each(program) == [100] * 4
+        first = psutil.Process(min(program.children))
+        ports = {c.raddr.port for c in first.net_connections("tcp") if c.raddr}
+        mine = [c for c in clients if c.writer.get_extra_info("sockname")[1] in ports]
+        assert len(mine) == 100
+        for client in mine[:40]:
+            client.writer.transport.abort()
+        await until(lambda: sum(of_each(program)) == 360)
+        for _ in range(40):
+            client = await stack.enter_async_context(Client(program.port))
+            client.post("/health")
+            await client.reply()
+        assert of_each(program) == [100] * 4
+
+
+async def test_the_death_of_one_process_breaks_its_own_streams_only(run: Run, engine: ScriptedEngine) -> None:
+    go_on = asyncio.Event()
+
+    async def slowly(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + framed(ROLE + chunk("a")))
+        await go_on.wait()
+        writer.write(framed(chunk("b")) + framed(DONE) + LAST)
+
+    engine.answer = slowly
+    program = await run("--no-auth", "--model", "m", "--aggregated", engine.url, "--processes", "4")
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(Client(program.port)) for _ in range(16)]
+        for client in clients:
+            client.post(CHAT, {**PROMPT, "stream": True})
+        for client in clients:
+            await client.head()
+        assert of_each(program) == [4] * 4
+        victim = min(program.children)
+        os.kill(victim, signal.SIGKILL)
+        await until(lambda: victim not in program.children and len(program.children) == 4)
+        go_on.set()
+        whole = [b"data: [DONE]" in await client.closed_or_done() for client in clients]
+        assert sum(whole) == 12
+        more = [await stack.enter_async_context(Client(program.port)) for _ in range(8)]
+        for client in more:
+            client.post("/ready")
+            assert (await client.reply()).status == 200
+
+
+async def test_loads_and_limits_are_one_for_all_processes(run: Run, engine: ScriptedEngine, tmp_path: Path) -> None:
+    """Four processes, two engines: as many requests at each, never more than the limit, and after the burst none waits."""
+    second = await ScriptedEngine().start()
+    now: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+
+    def counted(number: int) -> Answer:
+        async def answer(heard: Heard, writer: asyncio.StreamWriter) -> None:
+            now[number] += 1
+            most[number] = max(most[number], now[number])
+            await asyncio.sleep(0.002)
+            now[number] -= 1
+            await answer_well(heard, writer)
+
+        return answer
+
+    engine.answer, second.answer = counted(0), counted(1)
+    file = tmp_path / "fleet.json"
+    engines = tuple(
+        SnapshotEngine(id=n, name=n, attempt=1, role=Role.AGGREGATED, url=e.url)
+        for n, e in (("a", engine), ("b", second))
+    )
+    deployment = SnapshotDeployment("d", "m", RoutingPolicy(max_in_flight=6), engines)
+    file.write_bytes(encode(FleetSnapshot(1, deployments=(deployment,))))
+    program = await run("--fleet", str(file), "--no-auth", "--processes", "4")
+    try:
+        replies = await asyncio.gather(*(ask(program.port, CHAT, PROMPT) for _ in range(400)))
+        assert {reply.status for reply in replies} == {200}
+        assert max(most.values()) <= 6
+        assert min(len(engine.heard), len(second.heard)) >= 160  # by time each takes as many
+    finally:
+        await second.stop()
+
+
 async def test_children_end_when_their_parent_is_killed(run: Run, engine: ScriptedEngine) -> None:
     program = await run("--no-auth", "--model", "m", "--aggregated", engine.url)
     (child,) = program.children
@@ -208,6 +321,22 @@ def refused(tmp_path: Path, *arguments: str, port: int | None = None) -> str:
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     return line
+
+
+async def test_another_tandem_on_the_port_is_an_error(run: Run, engine: ScriptedEngine, tmp_path: Path) -> None:
+    for processes in ("1", "3"):
+        arguments = ("--no-auth", "--model", "m", "--aggregated", engine.url, "--processes", processes)
+        program = await run(*arguments)
+        line = await asyncio.to_thread(refused, tmp_path, *arguments, port=program.port)
+        assert f"Port {program.port}" in line
+        assert (await ask(program.port, "/ready")).status == 200
+        with socket.socket() as shares:  # not even one that would share it
+            shares.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            with pytest.raises(OSError, match="in use"):
+                shares.bind(("127.0.0.1", program.port))
+    sock = bind("127.0.0.1", 0)
+    assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT) == 0
+    sock.close()
 
 
 def test_an_occupied_port_is_one_clear_sentence(tmp_path: Path) -> None:
