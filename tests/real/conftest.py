@@ -26,8 +26,8 @@ from workers.cache_folder import clean_environment
 from workers.runtimes import EngineRuntime
 
 INSTALL_AND_START_SECONDS = 2400
-WHOLE_SITE = "test_whole_site.py"
-"""Has engines of its own, which have ended before the shared ones start: each takes gigabytes."""
+ALONE = ("test_whole_site.py", "test_own_template.py")
+"""Have engines of their own, which have ended before the shared ones start: each takes gigabytes."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if here in item.path.parents:
             item.add_marker(pytest.mark.real)
             item.add_marker(pytest.mark.timeout(INSTALL_AND_START_SECONDS))
-    items.sort(key=lambda item: here in item.path.parents and item.path.name != WHOLE_SITE)
+    items.sort(key=lambda item: here in item.path.parents and item.path.name not in ALONE)
 
 
 @pytest.hookimpl(wrapper=True)

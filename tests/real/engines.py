@@ -48,14 +48,19 @@ def spec(role: Role, **changes: object) -> EngineSpec:
 class RealEngine:
     """One vLLM engine. `start` launches, `await_ready` waits for it, `stop` leaves nothing of it behind."""
 
-    def __init__(self, role: Role, runtime: EngineRuntime, model_path: Path, folder: Path) -> None:
+    def __init__(self, role: Role, runtime: EngineRuntime, model_path: Path, folder: Path, *extra_args: str) -> None:
         self.role = role
         self.log = folder / f"{role}.log"
         self.ports = ports.take(ADDRESS, PORTS, role, promised=_promised, chance=random.Random())
         _promised.update(ports.numbers(self.ports))
         self.url = f"http://{ADDRESS}:{self.ports.http}"
         self.assignment = EngineAssignment(
-            engine=f"real-{role}", attempt=1, deployment="real", revision=1, spec=spec(role), secret=KEY
+            engine=f"real-{role}",
+            attempt=1,
+            deployment="real",
+            revision=1,
+            spec=spec(role, extra_args=extra_args),
+            secret=KEY,
         )
         self.command = command.build(
             self.assignment, runtime=runtime, model_path=model_path, address=ADDRESS, ports=self.ports, facts=facts(),

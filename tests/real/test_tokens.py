@@ -12,10 +12,14 @@ import httpx
 import pytest
 
 from frontend_api.openai import ENDPOINTS
-from frontend_api.tokens import Tokenizer, mismatches, probes
+from frontend_api.tokencheck import mismatches, probes
+from frontend_api.tokens import Tokenizer
+from tests.frontend_api.tiny_model import write_model
 from tests.real.conftest import Site
 from tests.real.engines import KEY, MODEL
 from tests.real.prompt_cases import CHATS, KNOWN, OTHERS, PARTS_TEMPLATE, TEXT_TEMPLATE, TEXTS, Case, damaged
+from workers import tokenizer_folder
+from workers.runtimes import EngineRuntime
 
 REST = OTHERS + damaged(600, seed=7)
 TEMPLATES = {"its own": None, "text": TEXT_TEMPLATE, "parts": PARTS_TEMPLATE}
@@ -86,10 +90,57 @@ def test_a_running_engine_says_the_same(site: Site, model_path: Path, path: str,
     assert mine(tokenizer, (path, body)) == theirs
 
 
-def test_the_probes_find_the_engines_own_tokenizer(site: Site, model_path: Path, tmp_path: Path) -> None:
-    answers = {probe: ask(site, probe) for probe in probes(MODEL)}
-    assert mismatches(Tokenizer(model_path), answers) == []
+def test_the_probes_find_the_engines_own_tokenizer(
+    site: Site, runtime: EngineRuntime, model_path: Path, tmp_path: Path
+) -> None:
+    mine = Tokenizer(model_path)
+    asked = probes(MODEL, mine.marks)
+    answers = {probe: json.loads(ask(site, probe.body))["tokens"] for probe in asked}
+    assert len(answers) == 10
+    assert mismatches(mine, answers) == []
+    effective = tokenizer_folder.ensure(model_path, (), runtime=runtime, cache=tmp_path / "cache", progress=print)
+    assert effective.digest
+    assert mismatches(Tokenizer(effective.folder), answers) == []
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model_path / name, tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEXT_TEMPLATE)
-    assert mismatches(Tokenizer(tmp_path), answers)
+    assert len(mismatches(Tokenizer(tmp_path), answers)) == 7, "all chats, no text"
+
+
+LOADED = """
+import json, sys
+from vllm.tokenizers import get_tokenizer
+samples = json.load(sys.stdin)
+ids = []
+for folder in sys.argv[1:]:
+    tokenizer = get_tokenizer(folder)
+    ids.append([tokenizer.encode(text, add_special_tokens=special) for text in samples for special in (True, False)])
+print(json.dumps(ids))
+"""
+REBUILT = ("Qwen2Tokenizer", "LlamaTokenizer")
+"""Classes that `transformers` builds anew from vocabulary and merges."""
+SAMPLES = [
+    "  Gro\u0308ße  of 1234 crates\n\n\tin\u00a0世界 🙂?",
+    "I'LL we'll <|im_start|>user\nx<|im_end|>",
+    "<s> a </s>",
+    "x",
+]
+
+
+def test_a_tokenizer_that_is_built_anew_is_read_as_it_came_out(
+    runtime: EngineRuntime, runtime_script: Callable[..., str], tmp_path: Path
+) -> None:
+    models = [write_model(tmp_path / kind, tokenizer_class=kind, eos_token="<|im_end|>") for kind in REBUILT]
+    env = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    script = tmp_path / "loaded.py"
+    script.write_text(LOADED)
+    theirs = json.loads(runtime_script(str(script), *map(str, models), stdin=json.dumps(SAMPLES), **env))
+    bodies = [{"prompt": text, "add_special_tokens": special} for text in SAMPLES for special in (True, False)]
+    for kind, model, expected in zip(REBUILT, models, theirs, strict=True):
+        made = tokenizer_folder.ensure(model, (), runtime=runtime, cache=tmp_path / "cache", progress=print)
+        assert made.digest
+        as_made, as_it_lies = (
+            [mine(Tokenizer(folder), ("/v1/completions", body)) for body in bodies] for folder in (made.folder, model)
+        )
+        assert as_made == expected, kind
+        assert as_it_lies != expected, "else this proves nothing"

@@ -1,0 +1,132 @@
+"""A real engine with a chat template of its own: a router that reads the model's is told so by its own check, and one that
+gets what the agent makes of model and options has the engine's ids. Runs before the shared engines start.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from controlplane.fleet.model import Role
+from controlplane.fleet.wire import (
+    FleetSnapshot,
+    RoutingMode,
+    RoutingPolicy,
+    SnapshotDeployment,
+    SnapshotEngine,
+    encode,
+)
+from tests.conftest import free_port
+from tests.real.conftest import await_router
+from tests.real.engines import ADDRESS, BLOCK_SIZE, KEY, MODEL, RealEngine
+from tests.real.prompt_cases import TEXT_TEMPLATE
+from workers import tokenizer_folder
+from workers.runtimes import EngineRuntime
+
+TEXT = "The river rises in the hills and turns east before it meets the sea. " * 12 + "What is this about?"
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("template") / "own.jinja"
+    file.write_text(TEXT_TEMPLATE)
+    return file
+
+
+@pytest.fixture(scope="module")
+def engine(
+    runtime: EngineRuntime, model_path: Path, template: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RealEngine]:
+    folder = tmp_path_factory.mktemp("engine")
+    one = RealEngine(Role.AGGREGATED, runtime, model_path, folder, "--chat-template", str(template))
+    try:
+        one.start()
+        one.await_ready()
+        yield one
+    finally:
+        one.stop()
+
+
+@contextmanager
+def router(engine: RealEngine, tokenizer: Path, folder: Path) -> Iterator[str]:
+    """Its URL."""
+    spec = SnapshotEngine(
+        id="a0", name="aggregated-0", attempt=1, role=Role.AGGREGATED, url=engine.url, secret=KEY,
+        events=f"tcp://{ADDRESS}:{engine.ports.events}", replay=f"tcp://{ADDRESS}:{engine.ports.replay}",
+    )  # fmt: skip
+    deployment = SnapshotDeployment(
+        name=MODEL,
+        served_name=MODEL,
+        routing=RoutingPolicy(mode=RoutingMode.KV),
+        engines=(spec,),
+        tokenizer=str(tokenizer),
+    )
+    fleet = folder / "fleet.json"
+    fleet.touch(mode=0o600)
+    fleet.write_bytes(encode(FleetSnapshot(version=1, deployments=(deployment,))))
+    port = free_port()
+    argv = [sys.executable, "-m", "frontend_api", "--fleet", str(fleet), "--no-auth", "--port", str(port)]
+    with (folder / "router.log").open("wb") as log:
+        process = subprocess.Popen([*argv, "--host", ADDRESS], env=os.environ, stdout=log, stderr=log)
+    try:
+        url = f"http://{ADDRESS}:{port}"
+        await_router(url, process, folder / "router.log")
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def await_metrics(url: str, holds: Callable[[str], bool]) -> str:
+    deadline = time.monotonic() + 60
+    while True:
+        text = httpx.get(url + "/metrics", timeout=10, trust_env=False).text
+        if holds(text):
+            return text
+        assert time.monotonic() < deadline, text
+        time.sleep(0.2)
+
+
+def test_the_models_own_template_is_found_wrong(engine: RealEngine, model_path: Path, tmp_path: Path) -> None:
+    with router(engine, model_path, tmp_path) as url:
+        text = await_metrics(url, lambda text: 'outcome="mismatch"} 1' in text)
+        assert f'tandem_router_kv_state{{deployment="{MODEL}",state="degraded"}} 1' in text
+        assert f'kv_trouble{{deployment="{MODEL}",engine="a0",why="tokenization_mismatch"}} 1' in text
+    log = (tmp_path / "router.log").read_text()
+    assert log.count("the router's token ids are not the engine's: ") == 1
+    assert "ids for a chat, where the engine has" in log
+    assert "ids for a text," not in log, "only its chats are other"
+
+
+def test_what_the_agent_makes_of_the_options_is_the_engines(
+    engine: RealEngine, runtime: EngineRuntime, model_path: Path, tmp_path: Path
+) -> None:
+    arguments = engine.assignment.spec.extra_args
+    read = tokenizer_folder.ensure(
+        model_path, arguments, runtime=runtime, cache=tmp_path, progress=lambda sentence, done: None
+    )
+    assert read.digest
+    with router(engine, read.folder, tmp_path) as url:
+        text = await_metrics(url, lambda text: 'outcome="same"} 1' in text)
+        assert f'tandem_router_kv_state{{deployment="{MODEL}",state="exact"}} 1' in text
+        body = {"model": MODEL, "messages": [{"role": "user", "content": TEXT}], "max_tokens": 1}
+
+        def ask() -> httpx.Response:
+            reply = httpx.post(
+                url + "/v1/chat/completions", json=body, headers={"x-tandem-explain": "1"}, timeout=120, trust_env=False
+            )
+            assert reply.status_code == 200, reply.text
+            return reply
+
+        prompt_tokens = ask().json()["usage"]["prompt_tokens"]
+        await_metrics(url, lambda text: f'tandem_router_kv_blocks{{deployment="{MODEL}"}} 0' not in text)
+        assert prompt_tokens > BLOCK_SIZE
+        assert ask().headers["x-tandem-overlap"] == f"{prompt_tokens // BLOCK_SIZE * BLOCK_SIZE}/{prompt_tokens}"
