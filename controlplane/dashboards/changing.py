@@ -71,8 +71,12 @@ def change_document(request: HttpRequest, name: str) -> HttpResponse:
 @require_POST
 def routing(request: HttpRequest, name: str) -> HttpResponse:
     """Change the routing policy: applies at once, no engine restarts."""
-    policy = {key: request.POST[key] for key in ("mode", "on_prefill_failure") if key in request.POST}
-    services.patch(actor=actor_of(request), name=name, changes={"routing": policy})
+    try:
+        policy = form.routing_of(request.POST)
+        services.patch(actor=actor_of(request), name=name, changes={"routing": policy})
+    except InvalidInput as error:
+        row = queries.deployment_row(name)
+        return settings_page(request, row, form.yaml_of(row.deployment.intent), refused=(request.POST, error))
     messages.success(
         request, "The routing policy is changed; routers follow with their next snapshot.", extra_tags="link"
     )

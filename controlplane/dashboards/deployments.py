@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from django.http import HttpRequest, HttpResponse
@@ -16,13 +16,20 @@ from controlplane.deployments import queries
 from controlplane.deployments.models import Revision
 from controlplane.deployments.queries import DeploymentRow
 from controlplane.deployments.services import Applied
+from controlplane.fleet.errors import InvalidInput
 from controlplane.nodes import queries as nodes
 
 EVENTS_A_PAGE = 50
 
 
 def tab_page(
-    request: HttpRequest, row: DeploymentRow, tab: str, live: str, only_live: bool = False, **context: Any
+    request: HttpRequest,
+    row: DeploymentRow,
+    tab: str,
+    live: str,
+    only_live: bool = False,
+    status: int = 200,
+    **context: Any,
 ) -> HttpResponse:
     """One deployment's page with its head and tabs."""
     full = {
@@ -34,7 +41,7 @@ def tab_page(
         "shape": _shape(row),
         **context,
     }
-    return page(request, f"deployments/{tab}.html", full, live=live, only_live=only_live)
+    return page(request, f"deployments/{tab}.html", full, live=live, only_live=only_live, status=status)
 
 
 def _shape(row: DeploymentRow) -> str:
@@ -114,8 +121,24 @@ class Changes(NamedTuple):
     error: str = ""
 
 
-def settings_page(request: HttpRequest, row: DeploymentRow, text: str, changes: Changes | None = None) -> HttpResponse:
-    return tab_page(request, row, "settings", "deployments/head_live.html", yaml=text, changes=changes)
+def settings_page(
+    request: HttpRequest,
+    row: DeploymentRow,
+    text: str,
+    changes: Changes | None = None,
+    refused: tuple[Mapping[str, str], InvalidInput] | None = None,
+) -> HttpResponse:
+    """`text`: the document as it stands in its field. `refused`: the routing policy as it was sent, and what is wrong in it."""
+    values = {key.removeprefix("routing."): value for key, value in form.values_of(row.deployment.intent).items()}
+    errors = {}
+    if refused is not None:
+        sent, error = refused
+        values |= {key: sent[key] for key in sent}
+        errors = {(error.field or "").removeprefix("routing."): error.message.removeprefix("routing.")}
+    live, status = "deployments/head_live.html", 400 if errors else 200
+    return tab_page(
+        request, row, "settings", live, status=status, yaml=text, changes=changes, values=values, errors=errors
+    )
 
 
 @signed_in

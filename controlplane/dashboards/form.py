@@ -9,10 +9,12 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, Final
 
+import msgspec
 import yaml
 
 from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.model import Role
+from controlplane.fleet.wire import RoutingPolicy
 
 LONGEST_YAML = 100_000
 """Characters. A document is some dozens of lines."""
@@ -20,14 +22,25 @@ SHAPES: Final = {"disaggregated": (Role.PREFILL, Role.DECODE), "aggregated": (Ro
 _TEXT = ("name", "model", "served_name", "runtime", "dtype")
 _NUMBERS = ("max_model_len", "block_size")
 _POOL_NUMBERS = ("replicas", "tensor_parallel", "kv_cache_bytes", "max_num_batched_tokens")
-_ROUTING = ("mode", "on_prefill_failure")
+_ROUTING_WORDS = ("mode", "on_prefill_failure", "disaggregate", "affinity")
+_ROUTING_NUMBERS: Final[Mapping[str, type[int] | type[float]]] = {
+    "local_below_tokens": int,
+    "temperature": float,
+    "max_in_flight": int,
+    "queue_limit": int,
+    "queue_seconds": float,
+}
+_ROUTING = (*_ROUTING_WORDS, *_ROUTING_NUMBERS)
 
 DEFAULTS: Final[Mapping[str, str]] = {
     "shape": "disaggregated",
     "runtime": "auto",
     "dtype": "auto",
-    "routing.mode": "least-load",
-    "routing.on_prefill_failure": "fallback",
+    **{
+        f"routing.{key}": f"{value:g}" if isinstance(value, float) else str(value)
+        for key, value in msgspec.structs.asdict(RoutingPolicy()).items()
+        if value is not None
+    },
     **{f"pools.{role}.replicas": "1" for role in Role},
     **{f"pools.{role}.tensor_parallel": "1" for role in Role},
 }
@@ -52,14 +65,27 @@ def document_of(values: Mapping[str, str]) -> dict[str, Any]:
     for key in _NUMBERS:
         if key in given:
             document[key] = _number(key, given[key], int)
-    routing = {
-        k: given[f"routing.{k}"] for k in _ROUTING if given.get(f"routing.{k}") not in (None, DEFAULTS[f"routing.{k}"])
-    }
-    if routing:
+    routing = routing_of({k: given.get(f"routing.{k}", "") for k in _ROUTING}, "routing.")
+    usual = msgspec.structs.asdict(RoutingPolicy())
+    if routing := {k: value for k, value in routing.items() if value not in (None, usual[k])}:
         document["routing"] = routing
     roles = SHAPES.get(given.get("shape", "disaggregated"), SHAPES["disaggregated"])
     document["pools"] = {role.value: _pool(f"pools.{role}", given) for role in roles}
     return document
+
+
+def routing_of(values: Mapping[str, str], at: str = "") -> dict[str, Any]:
+    """The fields of the routing policy among the values; an empty number is None: the default. `at`: what stands before
+    their names on the page.
+
+    Raises `InvalidInput` naming a field whose text is no number.
+    """
+    policy: dict[str, Any] = {k: values[k] for k in _ROUTING_WORDS if values.get(k)}
+    for key, kind in _ROUTING_NUMBERS.items():
+        if key in values:
+            text = values[key].strip()
+            policy[key] = _number(at + key, text, kind) if text else None
+    return policy
 
 
 def _pool(at: str, given: Mapping[str, str]) -> dict[str, Any]:
@@ -86,7 +112,7 @@ def values_of(document: Mapping[str, Any]) -> dict[str, str]:
             values[key] = str(document[key])
     routing = document.get("routing")
     if isinstance(routing, Mapping):
-        values |= {f"routing.{k}": str(routing[k]) for k in _ROUTING if k in routing}
+        values |= {f"routing.{k}": str(routing[k]) for k in _ROUTING if routing.get(k) is not None}
     pools = document.get("pools")
     if not isinstance(pools, Mapping):
         return values

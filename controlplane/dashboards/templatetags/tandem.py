@@ -216,6 +216,12 @@ def pool_field(
     return _field(context, name, label, help, stepper=stepper, low=low, mono=mono, wide=wide, numeric=not mono)
 
 
+@register.filter
+def has_routing(errors: Mapping[str, str]) -> bool:
+    """Whether something is wrong in the routing policy."""
+    return any(field.startswith("routing.") for field in errors)
+
+
 ADVANCED = ("memory_fraction", "kv_cache_bytes", "max_num_batched_tokens", "extra_args")
 
 

@@ -80,6 +80,8 @@ def test_other_media_types_and_methods_are_refused(admin: Client) -> None:
         ({"pools": {"prefill": {"replicas": 1}, "decode": {"replicas": -1}}}, "pools.decode.replicas"),
         ({"pools": {"aggregated": {"extra_args": ["--port=1"]}}}, "pools.aggregated.extra_args"),
         ({"routing": {"mode": "magic"}}, "routing.mode"),
+        ({"routing": {"affinity": "cookie"}}, "routing.affinity"),
+        ({"routing": {"temperature": -1}}, "routing.temperature"),
         ({"model": "/models/a\0b"}, "model"),
         ({"pools": {"aggregated": {"extra_args": ["--seed", "1\0"]}}}, "pools.aggregated.extra_args"),
     ],

@@ -20,7 +20,17 @@ FULL = {
     "dtype": "bfloat16",
     "max_model_len": 32768,
     "block_size": 32,
-    "routing": {"mode": "round-robin", "on_prefill_failure": "fail"},
+    "routing": {
+        "mode": "round-robin",
+        "on_prefill_failure": "fail",
+        "disaggregate": "always",
+        "affinity": "user",
+        "local_below_tokens": 512,
+        "temperature": 0.25,
+        "max_in_flight": 64,
+        "queue_limit": 10,
+        "queue_seconds": 7.5,
+    },
     "pools": {
         "prefill": {"replicas": 4, "tensor_parallel": 2, "max_num_batched_tokens": 8192},
         "decode": {"replicas": 3, "memory_fraction": 0.85, "extra_args": ["--seed", "7", "a b"]},
@@ -55,6 +65,8 @@ def test_the_empty_form_is_the_smallest_document() -> None:
     [
         ("pools.prefill.replicas", "two", "write a whole number"),
         ("max_model_len", "1.5", "write a whole number"),
+        ("routing.max_in_flight", "many", "write a whole number"),
+        ("routing.temperature", "hot", "write a number"),
         ("pools.decode.memory_fraction", "most", "write a number"),
         ("pools.decode.extra_args", "--chat-template 'open", "No closing quotation"),
     ],
