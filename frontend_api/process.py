@@ -20,6 +20,7 @@ from frontend_api.counter import RedisCounter
 from frontend_api.decisions import Decisions
 from frontend_api.evidence import Evidence, TokenSource
 from frontend_api.gate import Router
+from frontend_api.gossip import Gossip
 from frontend_api.handout import Entrance
 from frontend_api.kvindex import LIMIT
 from frontend_api.kvlisten import Follower, Unusable
@@ -123,11 +124,14 @@ async def run(
     elif client is not None:
         listener = listeners.SnapshotListener(view, upstreams, client, options.copy)
         listener.load_copy()
+        gossip = Gossip(telemetry.router, router.loads, router.waiting, client)
         reporter = listeners.Reporter(telemetry, view, evidence, client)
         tasks += [
             loop.create_task(listener.run()),
             loop.create_task(reporter.run_flush()),
             loop.create_task(reporter.run_report()),
+            loop.create_task(gossip.run_telling()),
+            loop.create_task(gossip.run_hearing()),
             loop.create_task(limits.run()),
         ]
     for task in tasks:
