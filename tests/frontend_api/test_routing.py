@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from controlplane.fleet.wire import Disaggregate, RoutingMode, RoutingPolicy
 from frontend_api.evidence import Cache, Prompt
 from frontend_api.rates import USUAL_PULL, USUAL_READ, USUAL_STEP
-from frontend_api.routing import Reason, choose
+from frontend_api.routing import ENOUGH, Reason, choose
 from frontend_api.view import Deployment, Engine, carrying
 from tests.frontend_api.test_flow import fleet
 
@@ -154,6 +154,43 @@ def test_equal_costs_go_to_the_least_served_and_no_overlap_to_the_least_loaded()
     with carrying(deployment.aggregated[0]), carrying(deployment.aggregated[2]):
         choice = choose(deployment, now=0.0, prompt=asked(deployment, 100))
     assert (choice.decode, choice.reason) == (deployment.aggregated[1], Reason.NO_OVERLAP)
+
+
+def test_new_prompts_take_turns_between_engines_that_differ_by_noise() -> None:
+    """Else the one that was measured a little faster gets all of them, and its KV is turned over while others idle."""
+    deployment = fleet("a0", "a1", "a2", policy=KV)
+    first, second, slow = deployment.aggregated
+    for engine, factor in ((first, 1.0), (second, 1.3), (slow, 3.0)):
+        learn(engine, factor * USUAL_READ)
+    taken = []
+    for _ in range(6):
+        choice = choose(deployment, now=0.0, prompt=asked(deployment, 2_000))
+        assert choice.decode is not None
+        with carrying(choice.decode):
+            taken.append(choice.decode.id)
+    assert taken == ["a0", "a1"] * 3
+    with carrying(second):
+        assert choose(deployment, now=0.0, prompt=asked(deployment, 2_000)).decode is first
+    holder = choose(deployment, now=0.0, prompt=asked(deployment, 2_000, a1=1_000)).decode
+    assert holder is second
+
+
+def learn(engine: Engine, pace: float, times: int = ENOUGH) -> None:
+    for _ in range(times):
+        engine.read.learn(100_000, 100_000 * pace, 0.0)
+
+
+def test_an_engine_that_was_measured_too_seldom_is_tried() -> None:
+    """Its first prompt may have taken many times as long as the next will."""
+    deployment = fleet("a0", "a1", policy=KV)
+    fast, unlucky = deployment.aggregated
+    learn(fast, 1e-6)
+    for _ in range(ENOUGH):
+        with carrying(fast):
+            pass
+        assert choose(deployment, now=0.0, prompt=asked(deployment, 2_000)).decode is unlucky
+        learn(unlucky, 1e-3, 1)
+    assert choose(deployment, now=0.0, prompt=asked(deployment, 2_000)).decode is fast
 
 
 def test_a_hot_prefix_leaves_its_engine_before_that_drowns() -> None:
