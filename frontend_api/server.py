@@ -15,6 +15,7 @@ from typing import Protocol, cast
 
 from frontend_api.handout import Entrance
 from frontend_api.openai import Problem, error_body
+from frontend_api.outbox import Outbox
 from frontend_api.reading import Limits, Request, RequestReader
 
 log = logging.getLogger(__name__)
@@ -118,7 +119,13 @@ class ClientConnection(asyncio.Protocol):
 
     def _write(self, data: bytes) -> None:
         if self._transport is not None:
-            self._transport.write(data)
+            self._server.outbox.write(self._transport, data)
+
+    def _close(self) -> None:
+        self._closing = True
+        if self._transport is not None:
+            self._server.outbox.flush()
+            self._transport.close()
 
     def _must_close(self) -> bool:
         return not self.current.keep_alive or self._server.draining
@@ -128,9 +135,7 @@ class ClientConnection(asyncio.Protocol):
         self._busy = False
         self.current.body = b""  # an idle connection shall not hold it
         if close:
-            self._closing = True
-            if self._transport is not None:
-                self._transport.close()
+            self._close()
         elif self._reader.requests or self._reader.broken is not None:
             if self._reader.requests:  # that it waited for its turn is the client's doing
                 self._reader.requests[0].received_at = perf_counter()
@@ -171,6 +176,7 @@ class ClientConnection(asyncio.Protocol):
             % (problem.status, _REASONS[problem.status], len(body), body)
         )
         if self._transport is not None and not self._transport.is_closing():
+            self._server.outbox.flush()
             self._transport.write_eof()
             self._resume_reading()
             self._lingering = monotonic() + self._server.limits.linger_seconds
@@ -263,8 +269,7 @@ class ClientConnection(asyncio.Protocol):
     def close_if_idle(self) -> None:
         """Close a kept connection that is between two requests."""
         if not self._busy and not self._reader.requests and not self._reader.in_message and self._transport is not None:
-            self._closing = True
-            self._transport.close()
+            self._close()
 
 
 class Server:
@@ -274,6 +279,7 @@ class Server:
         self.application = application
         self.limits = limits
         self.connections: set[ClientConnection] = set()
+        self.outbox = Outbox()
         self.draining = False
         self.arriving: set[asyncio.Task[None]] = set()
         """Connections that are being taken over from the parent."""

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from frontend_api.outbox import Outbox
 from frontend_api.view import Engine
 
 log = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ class Connection(asyncio.Protocol):
         leg.last_byte_at = monotonic()
         assert self._transport is not None
         assert leg.receiver is not None
-        self._transport.write(request)
+        self._pool.outbox.write(self._transport, request)
         leg.receiver.sending()
 
     @property
@@ -264,7 +265,8 @@ class Connection(asyncio.Protocol):
 class Pool:
     """The connections to one engine."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, outbox: Outbox) -> None:
+        self.outbox = outbox
         url = urlsplit(engine.spec.url)
         self.host = url.hostname or ""
         self.port = url.port or 80
@@ -348,11 +350,12 @@ class Upstreams:
 
     def __init__(self) -> None:
         self._pools: dict[Engine, Pool] = {}
+        self._outbox = Outbox()
 
     def pool(self, engine: Engine) -> Pool:
         pool = self._pools.get(engine)
         if pool is None:
-            pool = self._pools[engine] = Pool(engine)
+            pool = self._pools[engine] = Pool(engine, self._outbox)
         return pool
 
     def forget(self, engine: Engine) -> None:
