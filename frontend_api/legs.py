@@ -25,11 +25,12 @@ _STREAM_HEADERS = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 class PrefillLeg:
     """Collects a prefill engine's reply; nothing of it reaches the client but its errors."""
 
-    __slots__ = ("_began_at", "_exchange", "_parts", "_size", "_status")
+    __slots__ = ("_began_at", "_exchange", "_headers", "_parts", "_size", "_status")
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._status = 0
+        self._headers: list[tuple[bytes, bytes]] = []
         self._parts: list[bytes] = []
         self._size = 0
         self._began_at = perf_counter()
@@ -39,6 +40,7 @@ class PrefillLeg:
 
     def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._status = status
+        self._headers = headers
 
     def body(self, data: bytes, last: bool) -> None:
         self._parts.append(data)
@@ -53,7 +55,7 @@ class PrefillLeg:
         if self._status == 200:
             exchange.advance(flow.Prefilled(openai.read_params(body), monotonic()))
         else:
-            exchange.advance(flow.Replied(self._status, body))
+            exchange.advance(flow.Replied(self._status, body, _retry_after(self._headers)))
 
     def failed(self, failure: Failure) -> None:
         self._exchange.advance(flow.Lost(failure.kind, failure.sent))
@@ -133,7 +135,7 @@ class AnswerLeg:
         if reader is None:
             body = b"".join(self._parts)
             if self._status >= 300:
-                exchange.advance(flow.Replied(self._status, body))
+                exchange.advance(flow.Replied(self._status, body, _retry_after(self._headers)))
                 return
             body = openai.read_reply(body, exchange.account.usage)
             exchange.connection.reply(self._status, exchange.answer_headers(self._headers), body)
@@ -169,6 +171,12 @@ class AnswerLeg:
         event = openai.error_event(Problem(502, "stream_truncated", message), exchange.endpoint.shape)
         exchange.connection.send(rest + event, last=True)
         exchange.advance(flow.Ended())
+
+
+def _retry_after(headers: list[tuple[bytes, bytes]]) -> float | None:
+    """The seconds after which an engine wants to be asked again. A date says nothing that is worth a look at the clock."""
+    value = next((value for name, value in headers if name == b"retry-after"), b"")
+    return float(value) if value.isdigit() and len(value) < 10 else None
 
 
 def _too_long(exchange: Exchange) -> None:

@@ -206,6 +206,101 @@ async def test_a_5xx_is_tried_elsewhere_once_and_trips_nothing(make_site: MakeSi
     assert [e.health for e in site.view.engines()] == [Health.UP, Health.UP]
 
 
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize(("asks", "pause"), [("", 1.0), ("retry-after: 7\r\n", 7.0), ("retry-after: 9999\r\n", 30.0)])
+async def test_an_overloaded_engine_is_left_alone_for_a_while(
+    make_site: MakeSite, status: int, asks: str, pause: float
+) -> None:
+    error = unary({"error": {"message": "too many", "type": "x", "param": None, "code": status}}, status, asks)
+    site = await aggregated(make_site, says(error), says(error), answer_well)
+    for _ in range(5):
+        assert (await ask(site.port, CHAT, PROMPT)).status == 200
+    assert [len(site.engines[name].heard) for name in ("a0", "a1", "a2")] == [
+        1,
+        1,
+        5,
+    ]  # more than two may be overloaded
+    first = next(e for e in site.view.engines() if e.id == "a0")
+    assert first.health is Health.OVERLOADED
+    now = asyncio.get_running_loop().time()
+    assert pause - 1 < first.retry_at - now <= pause
+    site.router.sweep(first.retry_at - 0.001)
+    assert first.health is Health.OVERLOADED
+    site.router.sweep(first.retry_at)
+    assert first.health is Health.UP
+    await site.settled()
+    assert {r.result for r in site.telemetry.records} == {Result.OK}
+
+
+async def test_overloaded_engines_are_used_when_no_other_can_and_say_when_to_come_again(make_site: MakeSite) -> None:
+    error = {"error": {"message": "too many", "type": "x", "param": None, "code": 429}}
+    site = await aggregated(make_site, says(unary(error, 429, "retry-after: 4\r\n")))
+    for _ in range(2):
+        reply = await ask(site.port, CHAT, PROMPT)
+        assert (reply.status, reply.json, reply.headers["retry-after"]) == (429, error, "4")
+    site.engines["a0"].answer = answer_well
+    assert (await ask(site.port, CHAT, PROMPT)).status == 200
+
+
+async def test_an_overloaded_prefill_engine_gives_way_to_another(make_site: MakeSite) -> None:
+    site = await make_site()
+    await site.engine("p0", Role.PREFILL, says(unary({"error": {"message": "x"}}, 503)))
+    await site.engine("p1", Role.PREFILL)
+    await site.engine("d", Role.DECODE)
+    site.publish()
+    for _ in range(3):
+        assert (await ask(site.port, CHAT, PROMPT)).status == 200
+    await site.settled()
+    assert [(r.prefill, r.fallback) for r in site.telemetry.records] == [("p1", False)] * 3
+    assert len(site.engines["p0"].heard) == 1
+
+
+async def test_a_prompt_too_long_for_an_engine_trips_nothing_wherever_it_goes(make_site: MakeSite) -> None:
+    """Case peer-S12: a 500 that the prompt has caused, on prefill and on decode, again and again."""
+    error = unary({"error": {"message": "prompt too long", "type": "x", "param": None, "code": 500}}, 500)
+
+    async def judge(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        if "long" in heard.raw.decode():
+            writer.write(error)
+        else:
+            await answer_well(heard, writer)
+
+    site = await make_site()
+    for name, role in (("p0", Role.PREFILL), ("p1", Role.PREFILL), ("d0", Role.DECODE), ("d1", Role.DECODE)):
+        await site.engine(name, role, judge)
+    site.publish()
+    for _ in range(20):
+        assert (await ask(site.port, CHAT, {**PROMPT, "user": "long"})).status == 500
+        assert {e.health for e in site.view.engines()} == {Health.UP}
+    assert (await ask(site.port, CHAT, PROMPT)).status == 200
+    await site.settled()
+    assert (site.telemetry.records[-1].fallback, site.telemetry.records[-1].result) == (False, Result.OK)
+
+
+async def test_a_prefill_engine_that_died_is_used_again(make_site: MakeSite) -> None:
+    """Case peer-R7: half-open reaches prefill, the only one and one of two."""
+    for names in (("p0",), ("p0", "p1")):
+        site = await make_site()
+        for name in names:
+            await site.engine(name, Role.PREFILL)
+        await site.engine("d", Role.DECODE)
+        site.publish()
+        await site.engines["p0"].stop()
+        for _ in range(2):
+            assert (await ask(site.port, CHAT, PROMPT)).status == 200
+        await site.settled()
+        assert {r.prefill for r in site.telemetry.records} == ({None} if len(names) == 1 else {"p1"})
+        dead = next(e for e in site.view.engines() if e.id == "p0")
+        assert dead.health is Health.DOWN
+        await site.engines["p0"].start()
+        await probe_once(site.view)
+        assert dead.health is Health.HALF_OPEN
+        for _ in range(len(names)):
+            assert (await ask(site.port, CHAT, PROMPT)).status == 200
+        assert dead.health is Health.UP
+        assert len(site.engines["p0"].heard) == 1
+
+
 async def test_an_engine_that_refuses_the_routers_key_is_our_fault(make_site: MakeSite) -> None:
     site = await aggregated(make_site, says(unary({"error": "Unauthorized"}, 401)))
     reply = await ask(site.port, CHAT, PROMPT)
