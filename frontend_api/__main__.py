@@ -6,11 +6,13 @@ import argparse
 import logging
 import socket
 import sys
+from enum import StrEnum
 from pathlib import Path
 
 from controlplane.fleet import config
 from controlplane.fleet.errors import InvalidInput
-from controlplane.fleet.wire import OnPrefillFailure, RoutingMode, RoutingPolicy
+from controlplane.fleet.spec import check_routing
+from controlplane.fleet.wire import Affinity, Disaggregate, OnPrefillFailure, RoutingMode, RoutingPolicy
 from frontend_api import standalone
 from frontend_api.process import Options
 from frontend_api.reading import Limits
@@ -33,7 +35,6 @@ def parser() -> argparse.ArgumentParser:
     alone.add_argument("--aggregated", nargs="+", default=[], metavar="URL", help="engines that do both")
     alone.add_argument("--prefill", nargs="+", default=[], metavar="URL", help="prefill engines")
     alone.add_argument("--decode", nargs="+", default=[], metavar="URL", help="decode engines")
-    alone.add_argument("--mode", choices=[*RoutingMode], default=RoutingMode.LEAST_LOAD.value, help="order of engines")
     alone.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="the model's folder (kv, kv-approximate)")
     alone.add_argument(
         "--kv-events",
@@ -43,12 +44,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="URL=tcp://HOST:PORT[,replay=tcp://HOST:PORT][,ranks=N]",
         help="where the engine at URL publishes its KV events (kv)",
     )
-    alone.add_argument(
-        "--on-prefill-failure",
-        choices=[*OnPrefillFailure],
-        default=OnPrefillFailure.FALLBACK.value,
-        help="what to do when the prefill leg gives no usable KV",
-    )
+    _add_routing(p.add_argument_group("routing, without a control plane"))
     limits = p.add_argument_group("limits")
     limits.add_argument("--max-body-mb", type=int, default=64, help="largest request body in MiB (64)")
     limits.add_argument("--drain-seconds", type=float, default=60.0, help="how long SIGTERM waits for replies (60)")
@@ -71,6 +67,37 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def _add_routing(group: argparse._ArgumentGroup) -> None:
+    """One option for each field of `RoutingPolicy`, with its default."""
+    usual = RoutingPolicy()
+    for name, kind, says in (
+        ("mode", RoutingMode, "order of engines"),
+        ("on_prefill_failure", OnPrefillFailure, "what to do when the prefill leg gives no usable KV"),
+        ("disaggregate", Disaggregate, "auto: where it is cheaper, as far as known; always: whatever it costs"),
+        ("local_below_tokens", int, "with fewer prompt tokens to compute, decode computes them itself (kv modes)"),
+        ("affinity", Affinity, "what keeps a session together: x-session-id; user: that, else the body's user"),
+        ("temperature", float, "0: the cheapest engine; above, chance spreads requests over dearer ones (kv modes)"),
+        ("max_in_flight", int, "requests at one engine; more wait in the router"),
+        ("queue_limit", int, "requests that wait in one process while all engines are full"),
+        ("queue_seconds", float, "longest wait of one"),
+    ):
+        default = getattr(usual, name)
+        choices = list(type(default)) if isinstance(default, StrEnum) else None
+        shown = "no limit" if default is None else f"{default:g}" if isinstance(default, float) else default
+        group.add_argument(_flag(name), type=kind, choices=choices, default=default, help=f"{says} ({shown})")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _routing(arguments: argparse.Namespace) -> RoutingPolicy:
+    """Raises `InvalidInput` naming the option that is out of bounds."""
+    policy = RoutingPolicy(**{name: getattr(arguments, name) for name in RoutingPolicy.__struct_fields__})
+    check_routing(policy, _flag)
+    return policy
+
+
 def options(arguments: argparse.Namespace, settings: config.Config) -> Options:
     """The options of one process. Raises `InvalidInput` for arguments that do not fit together."""
     fleet = None
@@ -88,7 +115,7 @@ def options(arguments: argparse.Namespace, settings: config.Config) -> Options:
             prefill=arguments.prefill,
             decode=arguments.decode,
             aggregated=arguments.aggregated,
-            routing=RoutingPolicy(RoutingMode(arguments.mode), OnPrefillFailure(arguments.on_prefill_failure)),
+            routing=_routing(arguments),
             tokenizer=str(arguments.tokenizer.resolve()) if arguments.tokenizer else "",
             kv_events=arguments.kv_events,
         )

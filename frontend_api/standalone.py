@@ -11,6 +11,7 @@ import msgspec
 
 from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.model import Role
+from controlplane.fleet.spec import check_routing
 from controlplane.fleet.wire import (
     FleetSnapshot,
     RoutingMode,
@@ -30,6 +31,7 @@ def from_file(path: Path) -> FleetSnapshot:
     except msgspec.MsgspecError as error:
         raise InvalidInput(f"--fleet {path}: {error}", field="fleet") from None
     for deployment in snapshot.deployments:
+        check_routing(deployment.routing, f"--fleet {path}: deployment {deployment.name}: routing.{{}}".format)
         for engine in deployment.engines:
             check_url(engine.url, f"--fleet {path}: engine {engine.id}")
     return snapshot

@@ -19,12 +19,16 @@ import psutil
 import pytest
 import redis
 
+from controlplane.fleet import config
 from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import (
     REQUESTS_STREAM,
     SNAPSHOT_KEY,
+    Affinity,
+    Disaggregate,
     FleetSnapshot,
+    OnPrefillFailure,
     RoutingMode,
     RoutingPolicy,
     SnapshotDeployment,
@@ -33,7 +37,7 @@ from controlplane.fleet.wire import (
     encode,
 )
 from frontend_api import standalone
-from frontend_api.__main__ import bind
+from frontend_api.__main__ import bind, options, parser
 from tests.conftest import free_port
 from tests.frontend_api.client import PROMPT, Client, ask
 from tests.frontend_api.conftest import KEYS, until
@@ -361,6 +365,8 @@ def test_an_occupied_port_is_one_clear_sentence(tmp_path: Path) -> None:
         (["--no-auth", "--model", "m", "--prefill", "http://x:1"], "--decode"),
         (["--no-auth", "--model", "m", "--aggregated", "x:1"], "http://HOST:PORT"),
         (["--no-auth", "--model", "m", "--aggregated", "http://x:1", "--processes", "99"], "--processes"),
+        (["--no-auth", "--model", "m", "--aggregated", "http://x:1", "--max-in-flight", "0"], "--max-in-flight"),
+        (["--no-auth", "--model", "m", "--aggregated", "http://x:1", "--temperature", "-1"], "--temperature"),
     ],
 )
 def test_arguments_that_do_not_fit(tmp_path: Path, arguments: list[str], says: str) -> None:
@@ -379,6 +385,30 @@ def test_a_fleet_file_without_keys_needs_no_auth(tmp_path: Path) -> None:
     file = tmp_path / "fleet.json"
     file.write_bytes(fleet("http://127.0.0.1:1", ()))
     assert "--no-auth" in refused(tmp_path, "--fleet", str(file))
+
+
+def test_every_field_of_the_policy_is_an_option(tmp_path: Path) -> None:
+    engines = ["--no-auth", "--model", "m", "--prefill", "http://a:1", "--decode", "http://b:1"]
+    given = ["--mode", "random", "--on-prefill-failure", "fail", "--disaggregate", "always", "--affinity", "user",
+             "--local-below-tokens", "64", "--temperature", "0.5", "--max-in-flight", "8", "--queue-limit", "9",
+             "--queue-seconds", "1.5"]  # fmt: skip
+
+    def policy(*arguments: str) -> RoutingPolicy:
+        fleet = options(parser().parse_args([*engines, *arguments]), config.load({"TANDEM_HOME": str(tmp_path)})).fleet
+        assert fleet is not None
+        return fleet.deployments[0].routing
+
+    assert policy() == RoutingPolicy()
+    assert policy(*given) == RoutingPolicy(
+        RoutingMode.RANDOM, OnPrefillFailure.FAIL, Disaggregate.ALWAYS, 64, Affinity.USER, 0.5, 8, 9, 1.5
+    )
+
+
+def test_a_policy_in_a_fleet_file_is_checked(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.json"
+    file.write_bytes(fleet("http://127.0.0.1:1").replace(b'"routing":{}', b'"routing":{"queue_seconds":-1}'))
+    with pytest.raises(InvalidInput, match=r"deployment d: routing\.queue_seconds: -1"):
+        standalone.from_file(file)
 
 
 EVENTS = "http://a:1=tcp://a:2,replay=tcp://a:3"
