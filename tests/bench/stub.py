@@ -86,6 +86,9 @@ STREAM = [
     _chunk({"content": ""}, "stop"),
     _frame(b"data: [DONE]\n\n") + b"0\r\n\r\n",
 ]
+_COUNTS = {**_REPLY, "object": "chat.completion.chunk", "choices": [], "system_fingerprint": "vllm-0.32.0-0123abcd"}
+COUNTED = [*STREAM[:-1], _frame(b"data: " + json.dumps(_COUNTS, separators=(",", ":")).encode() + b"\n\n") + STREAM[-1]]
+"""For those who ask for the stream's counts."""
 
 
 BYTES_PER_TOKEN = 5
@@ -153,14 +156,14 @@ class Stub(asyncio.Protocol):
         if b'"do_remote_decode":true' in tail:
             self._transport.write(PREFILL)
         elif b'"stream":true' in tail:
-            self._stream(0)
+            self._stream(COUNTED if b'"include_usage":true' in tail else STREAM, 0)
         else:
             self._transport.write(UNARY)
 
-    def _stream(self, index: int) -> None:
-        self._transport.write(STREAM[index])
-        if index + 1 < len(STREAM):
-            asyncio.get_running_loop().call_later(CHUNK_SECONDS, self._stream, index + 1)
+    def _stream(self, pieces: list[bytes], index: int) -> None:
+        self._transport.write(pieces[index])
+        if index + 1 < len(pieces):
+            asyncio.get_running_loop().call_later(CHUNK_SECONDS, self._stream, pieces, index + 1)
 
 
 async def main(port: int, renders: Renders, publisher: Publisher | None) -> None:
