@@ -290,7 +290,7 @@ async def test_a_standin_with_a_models_tokenizer_has_its_ids_and_a_fault_is_seen
 ) -> None:
     site = await make_site()
     engine = await Standin("a0", Role.AGGREGATED, "--tokenizer", str(model)).start()
-    follower = asyncio.create_task(Follower(site.evidence, lambda folder: Tokenizer(Path(folder))).run())
+    follower = asyncio.create_task(Follower(site.evidence, lambda folder, key: Tokenizer(Path(folder))).run())
     check = TokenCheck(site.evidence, site.upstreams, site.telemetry.count_token_check)
     now = 1_000.0
     try:
