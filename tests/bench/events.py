@@ -14,10 +14,8 @@ import zmq.asyncio
 BLOCK = 16
 STEP_SECONDS = 0.01
 """What an engine stores during one step is one batch."""
-ANSWER_BLOCKS = 4
-"""New blocks of one answer: about 60 tokens."""
 CYCLE = 1_024
-"""Answers whose blocks are held at a time; the oldest are removed."""
+"""Blocks of answers that are held at a time; the oldest are removed."""
 _pack = msgspec.msgpack.encode
 
 
@@ -56,9 +54,10 @@ class Publisher:
         """From sequence 0 on, so that a replay is whole."""
         self._pending: list[msgspec.Raw] = []
         self._answers: list[tuple[msgspec.Raw, msgspec.Raw]] = []
+        """Of a block: that it is stored, that it is removed."""
         for _ in range(2 * CYCLE):
-            hashes = [draw.getrandbits(63) for _ in range(ANSWER_BLOCKS)]
-            tokens = [draw.randrange(150_000) for _ in range(ANSWER_BLOCKS * BLOCK)]
+            hashes = [draw.getrandbits(63)]
+            tokens = [draw.randrange(150_000) for _ in range(BLOCK)]
             removed = _pack({"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU", "group_idx": 0})
             self._answers.append((_stored(hashes, None, tokens), msgspec.Raw(removed)))
         self._count = 0
@@ -68,7 +67,7 @@ class Publisher:
             self._pending.append(_stored(hashes, None, tokens[:whole]))
 
     def answered(self) -> None:
-        """One request more: its blocks are stored, and those of an old one removed."""
+        """One block of an answer more is stored, and an old one removed."""
         count = self._count
         self._pending.append(self._answers[count % (2 * CYCLE)][0])
         if count >= CYCLE:

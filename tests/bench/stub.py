@@ -2,7 +2,7 @@
 
 `python -m tests.bench.stub PORT [--events PORT --replay PORT --holds FILE --model FOLDER]`. It sees only whether a body asks for prefill or
 for a stream. With `--events` it publishes KV events as vLLM does: what FILE says it holds (from the start on, and to whoever
-asks for a replay), and for each request the blocks of its answer, gathered as an engine's step gathers them. Routers that let
+asks for a replay), and for each request a block per 16 tokens of its answer, gathered as an engine's step gathers them. Routers that let
 the engine tokenise each prompt (`…/render`) get the ids of that prompt in FILE which is as long as theirs; `/tokenize`, which
 routers ask now and then, answers truly.
 """
@@ -48,14 +48,14 @@ def _chunk(delta: dict[str, object], finish: str | None = None) -> bytes:
     return _frame(b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n")
 
 
-_MESSAGE = {"role": "assistant", "content": "word " * 60, "refusal": None, "tool_calls": [], "reasoning": None}
+_MESSAGE = {"role": "assistant", "content": "word " * 16, "refusal": None, "tool_calls": [], "reasoning": None}
 _REPLY: dict[str, object] = {
     "id": "chatcmpl-0123456789abcdef",
     "object": "chat.completion",
     "created": 1,
     "model": "m",
     "choices": [{"index": 0, "message": _MESSAGE, "logprobs": None, "finish_reason": "stop", "stop_reason": None}],
-    "usage": {"prompt_tokens": 200, "total_tokens": 260, "completion_tokens": 60, "prompt_tokens_details": None},
+    "usage": {"prompt_tokens": 200, "total_tokens": 216, "completion_tokens": 16, "prompt_tokens_details": None},
     "prompt_logprobs": None,
     "kv_transfer_params": None,
 }
@@ -148,8 +148,6 @@ class Stub(asyncio.Protocol):
         if data.startswith(b"POST /tokenize"):
             self._transport.write(self._renders.exact(data[end + 4 :]))
             return
-        if self._publisher is not None:
-            self._publisher.answered()
         tail = data[max(end, len(data) - 1_024) :]
         if b'"stream":' not in tail:
             tail = data
