@@ -1,9 +1,11 @@
-"""How fast engines lately were, in seconds per token, learned from traffic. Pure.
+"""How fast engines are, in seconds per token, learned from traffic. Pure.
 
-A rate is a ratio of fading sums that begins at a default until there is a measurement. It stays sane: a later one moves it
-only so far, so that a stall is soon forgotten; a rate that nobody measures any more, because its engine looks dear and gets
-nothing, goes back to that of its kind and is tried again; a new engine begins at the rate of its kind instead of a
-default that may be far too good (it would be flooded) or too bad (it would get nothing).
+What is measured at one engine is a ratio of fading sums; what costs are reckoned with is the pace of the engine's pool, as long
+as the engine differs from that by no more than noise. Engines alike so cost exactly alike and take turns, instead of the one
+that was measured luckiest getting every new prompt. A rate stays sane: one measurement moves it only so far, so that a stall is
+soon forgotten; one that nobody measures any more, because its engine looks dear and gets nothing, goes back to that of its
+kind and is tried again; a new engine begins as one of its kind, instead of with a default that may be far too good (it would
+be flooded) or too bad (it would get nothing).
 """
 
 from __future__ import annotations
@@ -24,6 +26,10 @@ MOST_WEIGHT = 4_096
 """Tokens that one measurement counts as at most."""
 FARTHEST = 8.0
 """The factor by which one measurement may differ from what was known before."""
+NOISE = 1.5
+"""The factor by which equal engines may seem to differ …"""
+ENOUGH = 8
+"""… after so many measurements. One tells little: an engine's first prompt may take many times as long."""
 FRESH_SECONDS = 30.0
 """Older than this a rate begins to go back to that of its kind …"""
 RETURN = 0.05
@@ -33,16 +39,19 @@ RETURN = 0.05
 class Rate:
     """Seconds per token of one kind of work at one engine. `least`: tokens below which a measurement tells nothing."""
 
-    __slots__ = ("_least", "_weight", "learned_at", "measured", "pace")
+    __slots__ = ("_least", "_weight", "learned_at", "measured", "own", "pace")
 
     def __init__(self, usual: float, least: int) -> None:
         self.pace = usual
-        self.learned_at = -inf
-        """Monotonic time of the last measurement; -inf: there was none."""
+        """What costs are reckoned with."""
+        self.own = usual
+        """What was measured here."""
         self.measured = 0
-        """How often; after a few times only the pace is more than a guess."""
+        """How often."""
+        self.learned_at = -inf
+        """Monotonic time of the last measurement."""
         self._least = least
-        self._weight = 0.0  # a default counts for nothing: engines measured once and often are compared
+        self._weight = 0.0
 
     def learn(self, tokens: int, seconds: float, now: float) -> None:
         """So many tokens took so long. `now`: monotonic."""
@@ -50,25 +59,27 @@ class Rate:
             return
         measured = seconds / tokens
         if self.measured:
-            measured = min(max(measured, self.pace / FARTHEST), self.pace * FARTHEST)
+            measured = min(max(measured, self.own / FARTHEST), self.own * FARTHEST)
         weight = min(tokens, MOST_WEIGHT)
         self._weight = self._weight * FADE + weight
-        self.pace += weight / self._weight * (min(max(measured, FASTEST), SLOWEST) - self.pace)
-        self.learned_at = now
+        self.own += weight / self._weight * (min(max(measured, FASTEST), SLOWEST) - self.own)
         self.measured += 1
+        self.learned_at = now
 
-    def approach(self, pace: float) -> None:
-        """Others of its kind were measured lately, this one was not. The first time it takes over all of theirs."""
-        share = RETURN if self.measured else 1.0
-        self.pace *= (pace / self.pace) ** share
+    def settle(self, usual: float, *, fresh: bool) -> None:
+        """`usual`: what its kind shows. `fresh`: it was measured lately itself."""
+        if not fresh:
+            self.own *= (usual / self.own) ** (RETURN if self.measured else 1.0)
+        differs = self.measured >= ENOUGH and not usual / NOISE <= self.own <= usual * NOISE
+        self.pace = self.own if differs else usual
 
 
-def settle(rates: Sequence[Rate], kin: Iterable[Rate], now: float) -> None:
-    """Once a second: rates that are not fresh go toward the median of those that are; where a pool has none, of its kin's."""
+def settle(pool: Sequence[Rate], kin: Iterable[Rate], now: float) -> None:
+    """Once a second: draw the pace of a pool from what was measured lately; of its kin where it has nothing. `now`: monotonic."""
     since = now - FRESH_SECONDS
-    fresh = [r.pace for r in rates if r.learned_at > since] or [r.pace for r in kin if r.learned_at > since]
+    fresh = [r for r in pool if r.learned_at > since] or [r for r in kin if r.learned_at > since]
     if fresh:
-        usual = sorted(fresh)[len(fresh) // 2]
-        for rate in rates:
-            if rate.learned_at <= since:
-                rate.approach(usual)
+        known = sorted(rate.own for rate in [r for r in fresh if r.measured >= ENOUGH] or fresh)
+        usual = known[(len(known) - 1) // 2]
+        for rate in pool:
+            rate.settle(usual, fresh=rate.learned_at > since)

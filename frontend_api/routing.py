@@ -100,10 +100,6 @@ class Choice(NamedTuple):
 NEAR = 1.05
 NEAR_SECONDS = 0.001
 """Costs within these of the smallest are as good as equal: the session decides."""
-NOISE = 1.5
-"""The factor by which learned rates of equal engines may differ …"""
-ENOUGH = 8
-"""… after so many measurements; one tells little: an engine's first prompt may take many times as long."""
 SESSION_SLACK = 4
 """Requests that a session's engine may have more than half again as many as the least loaded one has."""
 
@@ -364,24 +360,9 @@ def _pick(weighed: Weighed, asked: _Asked) -> tuple[int, Reason | None]:
     if asked.temperature:
         at = _drawn(totals, least, asked)
         return at, Reason.TEMPERATURE if totals[at] > least else None
-    alike = _alike(weighed, totals.index(least))
-    return alike[0] if len(alike) == 1 else min(alike, key=lambda at: engines[at].last_taken), None
-
-
-def _alike(weighed: Weighed, best: int) -> list[int]:
-    """The cheapest engine, and those that differ from it by no more than the noise in their learned rates: with as much to do
-    and no more load. The one taken longest ago is taken, else the luckiest would get every new prompt and have no room for
-    their KV, and one that had bad luck, or was never measured, would get none."""
-    queued, lacking, _, load, _ = weighed.rows[best]
-    limit = weighed.totals[best] * NOISE
-    return [
-        at
-        for at, (row, total) in enumerate(zip(weighed.rows, weighed.totals, strict=True))
-        if row[1] == lacking
-        and row[3] <= load
-        and row[0] <= queued
-        and (total <= limit or weighed.engines[at].read.measured < ENOUGH)
-    ]
+    if totals.count(least) == 1:
+        return totals.index(least), None
+    return min((at for at, total in enumerate(totals) if total == least), key=lambda at: engines[at].last_taken), None
 
 
 def _why(weighed: Weighed, at: int) -> Reason:

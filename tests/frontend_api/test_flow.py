@@ -29,7 +29,6 @@ from frontend_api.flow import (
     serve,
 )
 from frontend_api.openai import Problem
-from frontend_api.rates import USUAL_READ
 from frontend_api.routing import Reason
 from frontend_api.upstream import Broken
 from frontend_api.view import Deployment, Engine, Health
@@ -217,7 +216,7 @@ def test_what_is_computed_no_longer_waits_and_teaches_the_engines_pace() -> None
     clock.now += 50.0
     flow.send(prefilled(clock))
     assert (prefill.queued, prefill.in_flight) == (0, 1)
-    assert prefill.read.pace == pytest.approx(0.01, rel=0.1)
+    assert prefill.read.own == pytest.approx(0.01)
     flow.close()
     for whole, learned in ((True, False), (False, True)):
         deployment = fleet("a0")
@@ -229,7 +228,7 @@ def test_what_is_computed_no_longer_waits_and_teaches_the_engines_pace() -> None
         except StopIteration:
             assert whole
         assert deployment.aggregated[0].queued == 0
-        assert (deployment.aggregated[0].read.pace != USUAL_READ) is learned, (
+        assert (deployment.aggregated[0].read.measured == 1) is learned, (
             "the time of a whole answer is not its prompt's"
         )
         flow.close()

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from controlplane.fleet.wire import Disaggregate, RoutingMode, RoutingPolicy
 from frontend_api.evidence import Cache, Prompt
-from frontend_api.rates import USUAL_PULL, USUAL_READ, USUAL_STEP
-from frontend_api.routing import ENOUGH, Reason, choose
+from frontend_api.rates import ENOUGH, USUAL_PULL, USUAL_READ, USUAL_STEP
+from frontend_api.routing import Reason, choose
 from frontend_api.view import Deployment, Engine, carrying
 from tests.frontend_api.test_flow import fleet
 
@@ -114,20 +114,22 @@ def asked(deployment: Deployment, tokens: int, **overlap: int) -> Prompt:
 def test_every_candidate_is_told_with_its_parts_in_seconds() -> None:
     deployment = fleet("p0", "p1", "d0", "d1", policy=KV)
     p0, p1 = deployment.prefill
-    p0.read.learn(1_000, 10.0, 0.0)
+    learn(p0, 0.01)
+    learn(p1, 0.001)
+    deployment.settle(0.0)
     with carrying(p0, 500), carrying(deployment.decode[1]):
         choice = choose(deployment, now=0.0, prompt=asked(deployment, 1_000, p0=400, d1=960))
         told = {c.engine.id: (c.overlap, c.queue, c.compute, c.transfer, c.streams) for c in choice.costs}
         assert told == {
             "p0": (400, 500 * p0.read.pace, 600 * p0.read.pace, 0.0, USUAL_STEP),
-            "p1": (0, 0.0, 1_000 * USUAL_READ, 0.0, 0.0),
+            "p1": (0, 0.0, 1_000 * p1.read.pace, 0.0, 0.0),
             "d0": (0, 0.0, 0.0, 1_008 * USUAL_PULL, 0.0),
             "d1": (960, 0.0, 0.0, 48 * USUAL_PULL, USUAL_STEP),
         }
         for c in choice.costs:
             assert c.total == pytest.approx(c.queue + c.compute + c.transfer + c.stalls + c.streams)
         assert (choice.prefill, choice.decode, choice.reason) == (p1, deployment.decode[0], Reason.LOAD_WINS)
-    assert p0.read.pace > USUAL_READ
+    assert (p0.read.pace, p1.read.pace) == (pytest.approx(0.01), pytest.approx(0.001))
     assert (p0.queued, p0.in_flight) == (0, 0)
 
 
@@ -162,6 +164,7 @@ def test_new_prompts_take_turns_between_engines_that_differ_by_noise() -> None:
     first, second, slow = deployment.aggregated
     for engine, factor in ((first, 1.0), (second, 1.3), (slow, 3.0)):
         learn(engine, factor * USUAL_READ)
+    deployment.settle(0.0)
     taken = []
     for _ in range(6):
         choice = choose(deployment, now=0.0, prompt=asked(deployment, 2_000))
@@ -185,11 +188,13 @@ def test_an_engine_that_was_measured_too_seldom_is_tried() -> None:
     deployment = fleet("a0", "a1", policy=KV)
     fast, unlucky = deployment.aggregated
     learn(fast, 1e-6)
+    deployment.settle(0.0)
     for _ in range(ENOUGH):
         with carrying(fast):
             pass
         assert choose(deployment, now=0.0, prompt=asked(deployment, 2_000)).decode is unlucky
         learn(unlucky, 1e-3, 1)
+        deployment.settle(0.0)
     assert choose(deployment, now=0.0, prompt=asked(deployment, 2_000)).decode is fast
 
 
