@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from threading import Lock
 
 from tokenizers import AddedToken, Tokenizer
+
+from frontend_api.kept import Kept
 
 Ids = array
 """Of type code I: one token id each."""
 Cut = Callable[[str], list[str]]
-ENTRY_BYTES = 250
-"""About what a cached segment costs beside its text and its ids."""
 
 
 class Segments:
@@ -28,15 +26,16 @@ class Segments:
     def __init__(self, tokenizer: Tokenizer, capacity: int) -> None:
         """`capacity`: bytes of cached texts and ids, at most."""
         self._tokenizer = tokenizer
-        self._capacity = capacity
-        self._known: OrderedDict[str, Ids[int]] = OrderedDict()
-        self._lock = Lock()
-        self.bytes = 0
+        self._known: Kept[str] = Kept(capacity)
         cut = _cutter(tokenizer)
         self.cuts = cut is not None and self._is_exact(cut)
         """Segments are cached; else nothing is."""
         self.cut = cut if cut is not None and self.cuts else _whole
         """Splits a text where that changes no id."""
+
+    @property
+    def bytes(self) -> int:
+        return self._known.bytes
 
     def unknown(self, segments: Iterable[str]) -> int:
         """Characters of the segments whose ids are not cached."""
@@ -47,13 +46,11 @@ class Segments:
         """The ids of the segments in a row. Raises `UnicodeError` for text that is no UTF-8 (half a surrogate pair)."""
         joined = array("I")
         for segment in segments:
-            with self._lock:
-                found = self._known.get(segment)
-                if found is not None:
-                    self._known.move_to_end(segment)
+            found = self._known.get(segment)
             if found is None:
                 found = self.encode(segment)
-                self._keep(segment, found)
+                if self.cuts:
+                    self._known.put(segment, found)
             joined += found
         return joined
 
@@ -62,27 +59,10 @@ class Segments:
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return array("I", encoding.ids)
 
-    def _keep(self, segment: str, ids: Ids[int]) -> None:
-        size = _size(segment, ids)
-        if not self.cuts or size > self._capacity:
-            return
-        with self._lock:
-            if segment in self._known:
-                return
-            self._known[segment] = ids
-            self.bytes += size
-            while self.bytes > self._capacity:
-                old = self._known.popitem(last=False)
-                self.bytes -= _size(*old)
-
     def _is_exact(self, cut: Cut) -> bool:
         marks = [token.content for token in _added(self._tokenizer)][:_MARKS_TRIED]
         texts = (sample.format(a, b) for sample in _SAMPLES for a, b in zip(marks, marks[1:] + marks[:1], strict=True))
         return all(sum(map(self.encode, cut(text)), array("I")) == self.encode(text) for text in texts)
-
-
-def _size(segment: str, ids: Ids[int]) -> int:
-    return len(segment) * (1 if segment.isascii() else 4) + len(ids) * ids.itemsize + ENTRY_BYTES
 
 
 _SAMPLES = (

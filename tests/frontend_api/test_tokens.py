@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from array import array
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from frontend_api import tokens
+from frontend_api import chat_template, tokens
 from frontend_api.model_folder import TokenizerUnusable
 from frontend_api.openai import ENDPOINTS
 from frontend_api.tokens import Slow, Tokenizer
@@ -375,3 +376,29 @@ def test_an_unusable_folder_is_refused_with_its_reason(tmp_path: Path, name: str
 def test_a_short_text_is_never_left_to_a_thread(tokenizer: Tokenizer) -> None:
     text = "é" * tokens.AT_ONCE_CHARACTERS
     assert isinstance(tokenizer.at_once(TEXT, body(prompt=text)), array)
+
+
+def test_a_body_that_is_asked_again_is_known_whole_and_by_its_path(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    request = body(messages=[USER], prompt="What is the weather?")
+    first = tokenizer.at_once(CHAT, request)
+    assert tokenizer.at_once(CHAT, request) is first
+    assert tokenizer.at_once(TEXT, request) == array("I", whole("What is the weather?", special=True)) != first
+    assert tokenizer.at_once(CHAT, body(messages=[SYSTEM, USER])) == tokenizer.token_ids(
+        CHAT, body(messages=[SYSTEM, USER])
+    )
+
+
+def test_a_template_that_tells_the_time_is_rendered_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer(write_model(tmp_path / "timed", CHATML + "{{ strftime_now('%d %B') }}"))
+    request = body(messages=[USER])
+    first = tokenizer.at_once(CHAT, request)
+    monkeypatch.setattr(chat_template, "datetime", _Tomorrow)
+    second = tokenizer.at_once(CHAT, request)
+    assert second == tokenizer.token_ids(CHAT, request) != first
+
+
+class _Tomorrow(datetime):
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+        return datetime.now(tz) + timedelta(days=1)
