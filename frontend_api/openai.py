@@ -309,7 +309,13 @@ class Usage:
         """Take in a `usage` object of any of the formats."""
         if not isinstance(counts, dict):
             return
-        self.prompt = _count(counts, "prompt_tokens", "input_tokens", self.prompt)
+        prompt = _count(counts, "prompt_tokens", "input_tokens", None)
+        if (
+            "cache_creation_input_tokens" in counts or "cache_read_input_tokens" in counts
+        ):  # beside the input, not in it
+            for name in ("cache_creation_input_tokens", "cache_read_input_tokens"):
+                prompt = (prompt or 0) + (_count(counts, name, name, None) or 0)
+        self.prompt = prompt or self.prompt  # no prompt is empty: a zero tells nothing
         self.output = _count(counts, "completion_tokens", "output_tokens", self.output)
         details = counts.get("prompt_tokens_details") or counts.get("input_tokens_details")
         if isinstance(details, dict):

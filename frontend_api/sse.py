@@ -112,7 +112,8 @@ class EventReader:
 
     def _inspect(self, data: bytes) -> bytes:
         parts = _BLANK_LINE.split(data)
-        return b"".join([self._read(event, end) for event, end in zip(parts[::2], parts[1::2], strict=False) if event])
+        pairs = zip(parts[::2], parts[1::2], strict=False)  # after the last blank line there is nothing
+        return b"".join([self._read(event, end) if event else end for event, end in pairs])
 
     def _read(self, event: bytes, end: bytes) -> bytes:
         """What there is to relay now. `end`: the blank line after the event."""

@@ -131,6 +131,10 @@ WITH_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
     "tools": (CHAT, chat(tools=TOOLS, tool_choice="required", max_tokens=90)),
     "a tool by name": (CHAT, chat(tools=TOOLS, tool_choice=tool("news"), max_tokens=90)),
     "no tool": (CHAT, chat(tools=TOOLS, tool_choice="none")),
+    "a tool without parameters": (
+        CHAT,
+        chat(tools=[{"type": "function", "function": {"name": "now"}}], tool_choice="required", max_tokens=20),
+    ),
     "one call only": (CHAT, chat(tools=TOOLS, tool_choice="required", max_tokens=90, parallel_tool_calls=False)),
     "a call cut short": (CHAT, chat(tools=TOOLS, tool_choice="required", max_tokens=4)),
     "response with tools": (

@@ -5,7 +5,7 @@ aggregated engine. What a stream adds up to is what the same request gives whole
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import anthropic
@@ -15,6 +15,7 @@ import pytest
 
 from controlplane.fleet.model import Role
 from tests.frontend_api.conftest import MakeSite
+from tests.frontend_api.libraries import added_up, essence
 from tests.frontend_api.scripted import DONE, LAST, ROLE, STREAM_HEAD, USAGE, Heard, chunk, event, framed
 
 TEXT = "Tell me of the river, the bridge and the old town. " * 8
@@ -63,49 +64,6 @@ def fault(urls: dict[str, str]) -> Iterator[Callable[[str], None]]:
     set_faults()
 
 
-def essence(value: Any) -> Any:
-    """An object of the library as plain data, without what differs from call to call, is null, or streams alone have."""
-    if hasattr(value, "to_dict"):
-        value = value.to_dict()
-    if isinstance(value, dict):
-        odd = {
-            "id",
-            "created",
-            "created_at",
-            "call_id",
-            "item_id",
-            "object",
-            "parsed",
-            "parsed_arguments",
-            "completed_at",
-        }
-        return {k: essence(v) for k, v in value.items() if k not in odd and v not in (None, [], "") and k != "index"}
-    return [essence(item) for item in value] if isinstance(value, list) else value
-
-
-def added_up(chunks: Iterable[Any]) -> list[dict[str, Any]]:
-    """The choices of a chat stream, put together from its deltas."""
-    choices: dict[int, dict[str, Any]] = {}
-    for part in chunks:
-        for choice in part.choices:
-            whole = choices.setdefault(choice.index, {"message": {}, "finish_reason": None})
-            message, given = whole["message"], choice.to_dict()
-            delta = given["delta"]
-            message.setdefault("role", delta.get("role"))
-            message["content"] = message.get("content", "") + (delta.get("content") or "")
-            for call in delta.get("tool_calls") or ():
-                calls = message.setdefault("tool_calls", [])
-                if call["index"] == len(calls):
-                    calls.append(call)
-                else:
-                    calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
-            if given.get("logprobs"):
-                whole.setdefault("logprobs", {"content": []})["content"] += given["logprobs"]["content"]
-            for name in ("finish_reason", "stop_reason"):
-                whole[name] = given.get(name) or whole.get(name)
-    return [choices[index] for index in sorted(choices)]
-
-
 CHATS: dict[str, dict[str, Any]] = {
     "plain": {"max_tokens": 12},
     "to its end": {},
@@ -123,6 +81,7 @@ CHATS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CHATS)
 def test_chat(api: Callable[[str], openai.OpenAI], url: str, case: str) -> None:
+    """Cases dyn-C8, dyn-C10."""
     body = {"model": "m", "messages": [{"role": "user", "content": TEXT}], "temperature": 0, **CHATS[case]}
     chat = api(url).chat.completions
     whole = chat.create(**body)
@@ -143,6 +102,7 @@ def test_chat(api: Callable[[str], openai.OpenAI], url: str, case: str) -> None:
 
 
 def test_streamed_tool_calls_keep_their_index(api: Callable[[str], openai.OpenAI], url: str) -> None:
+    """Case dyn-C8."""
     messages = [{"role": "user", "content": TEXT}]
     stream = api(url).chat.completions.create(model="m", messages=messages, stream=True, **TOOLS)  # type: ignore[call-overload]
     deltas = [call for chunk in stream for choice in chunk.choices for call in choice.delta.tool_calls or ()]
@@ -157,6 +117,7 @@ def test_streamed_tool_calls_keep_their_index(api: Callable[[str], openai.OpenAI
 
 @pytest.mark.parametrize("asked", [None, False, True])
 def test_counts_come_to_those_who_ask(api: Callable[[str], openai.OpenAI], url: str, asked: bool | None) -> None:
+    """Case peer-S6."""
     options: dict[str, Any] = {} if asked is None else {"stream_options": {"include_usage": asked}}
     client = api(url)
     messages: Any = [{"role": "user", "content": TEXT}]

@@ -79,6 +79,7 @@ async def test_models(guarded: Site) -> None:
 
 @pytest.mark.parametrize("path", ["org/team/m", "org%2Fteam%2Fm", "org/team%2fm"])
 async def test_model_ids_with_slashes(guarded: Site, path: str) -> None:
+    """Case peer-S27."""
     guarded.view.deployments["org/team/m"] = guarded.view.deployments["m"]
     reply = await ask(guarded.port, f"/v1/models/{path}", **GOOD)
     assert (reply.status, reply.json["id"]) == (200, "org/team/m")
@@ -102,6 +103,7 @@ async def test_model_ids_with_slashes(guarded: Site, path: str) -> None:
     ids=range(11),
 )
 async def test_bad_bodies(alone: Site, body: bytes, param: str | None) -> None:
+    """Case peer-S19."""
     reply = await ask(alone.port, CHAT, body, method="POST")
     assert reply.status == 400
     assert (reply.error["type"], reply.error["param"]) == ("invalid_request_error", param)

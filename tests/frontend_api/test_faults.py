@@ -432,6 +432,7 @@ async def test_params_are_not_spent_by_a_decode_that_was_never_reached(make_site
 
 
 async def test_an_error_before_the_first_token_is_a_plain_error(make_site: MakeSite) -> None:
+    """Case peer-S4."""
     error = {"error": {"message": "no room", "type": "x", "param": None, "code": 503}}
     site = await aggregated(make_site, says(STREAM_HEAD + framed(event(error)) + framed(DONE) + LAST))
     reply = await ask(site.port, CHAT, STREAM)
@@ -439,6 +440,7 @@ async def test_an_error_before_the_first_token_is_a_plain_error(make_site: MakeS
 
 
 async def test_an_error_inside_a_stream_is_passed_on_and_recorded(make_site: MakeSite) -> None:
+    """Case peer-S3."""
     error = {"error": {"message": "died", "type": "x", "param": None, "code": 500}}
     for tail in (framed(DONE), b""):
         site = await aggregated(
@@ -455,6 +457,7 @@ async def test_an_error_inside_a_stream_is_passed_on_and_recorded(make_site: Mak
 @pytest.mark.parametrize("then", ["end", "reset"])
 @pytest.mark.parametrize("cut", [b"", LAST, b"40\r\ndata: {half an ev"], ids=["mid-chunk", "no-done", "mid-event"])
 async def test_a_stream_that_breaks_ends_in_one_error_event(make_site: MakeSite, then: str, cut: bytes) -> None:
+    """Case dyn-C5."""
     raw = STREAM_HEAD + framed(ROLE) + framed(chunk("a")) + cut
     site = await aggregated(make_site, says(raw, then=then), answer_well)
     async with Client(site.port) as client:
@@ -503,6 +506,7 @@ async def test_a_stream_of_nothing_but_its_end_is_no_answer(make_site: MakeSite,
 
 
 async def test_only_an_exact_line_ends_a_stream(make_site: MakeSite) -> None:
+    """Case peer-S16."""
     text = ROLE + chunk("data: [DONE]") + event("[DONE] not")
     site = await aggregated(make_site, says(STREAM_HEAD + framed(text) + LAST))
     reply = await ask(site.port, CHAT, STREAM)
@@ -529,6 +533,7 @@ async def test_silence_is_not_waited_out(make_site: MakeSite) -> None:
 @pytest.mark.parametrize("body", [PROMPT, STREAM])
 @pytest.mark.parametrize("where", ["prefill", "decode", "mid-stream"])
 async def test_client_gone(make_site: MakeSite, where: str, body: dict[str, Any]) -> None:
+    """Cases dyn-C1, dyn-C2, peer-S1."""
     half = says(STREAM_HEAD + framed(ROLE + chunk("a")), then="hang")
     site = await make_site()
     await site.engine("p", Role.PREFILL, hang if where == "prefill" else answer_well)

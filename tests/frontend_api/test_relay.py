@@ -116,6 +116,7 @@ KEPT = {
 async def test_what_the_prefill_leg_drops_changes_and_keeps(
     pair: Site, path: str, changed: dict[str, int], same: dict[str, Any]
 ) -> None:
+    """Cases peer-S9, dyn-B1."""
     body = {**PROMPT, **KEPT, **DROPPED, **changed, **same, "stream": True}
     await ask(pair.port, path, body)
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
@@ -190,7 +191,7 @@ COUNTS = {"stream_options": ASKED}
     ],
 )
 async def test_who_is_asked_for_counts(alone: Site, path: str, given: dict[str, Any], added: dict[str, Any]) -> None:
-    """By endpoint, and only where the client did not: responses and messages refuse the field."""
+    """Cases peer-S6, peer-S7: by endpoint, and only where the client did not: responses and messages refuse the field."""
     body = {"stream": True, **PROMPT, **given}
     await ask(alone.port, path, body)
     (heard,) = alone.engines["a"].heard
@@ -225,6 +226,7 @@ async def test_stream(pair: Site) -> None:
 
 
 async def test_first_byte_leaves_before_the_last_arrives_and_gaps_are_measured(make_site: MakeSite) -> None:
+    """Cases dyn-C7, peer-K12, peer-M6."""
     go_on = asyncio.Event()
 
     async def slow(heard: Heard, writer: asyncio.StreamWriter) -> None:
@@ -246,6 +248,8 @@ async def test_first_byte_leaves_before_the_last_arrives_and_gaps_are_measured(m
     await site.settled()
     assert site.record.longest_gap is not None
     assert 0.04 <= site.record.longest_gap <= site.record.e2e
+    assert site.record.ttft is not None
+    assert site.record.ttft < site.record.e2e - 0.04, "the time of the first token, not of the last"
 
 
 async def test_events_split_anywhere_arrive_whole(make_site: MakeSite) -> None:
@@ -352,6 +356,7 @@ async def test_request_id(alone: Site, given: str, kept: bool) -> None:
 async def test_in_flight_is_counted_before_the_connection_and_prefill_until_decodes_first_byte(
     make_site: MakeSite,
 ) -> None:
+    """Case peer-M6."""
     steps = [asyncio.Event() for _ in range(3)]
 
     async def slow_decode(heard: Heard, writer: asyncio.StreamWriter) -> None:

@@ -141,7 +141,12 @@ USAGES = [
     (
         Shape.MESSAGES,
         {"type": "message_delta", "usage": {"output_tokens": 9, "cache_read_input_tokens": 3}},
-        (None, 3, 9),
+        (3, 3, 9),
+    ),
+    (
+        Shape.MESSAGES,
+        {"usage": {"input_tokens": 4, "cache_creation_input_tokens": 96, "cache_read_input_tokens": 32}},
+        (132, 32, None),
     ),
     (Shape.CHAT, {"usage": "odd"}, (None, None, None)),
     (Shape.CHAT, {"usage": {"prompt_tokens": "5", "completion_tokens": 2.5}}, (None, None, None)),
@@ -156,11 +161,14 @@ def test_usage_of_every_format(shape: Shape, body: dict[str, object], counts: tu
 
 
 def test_usage_is_merged_by_field() -> None:
+    """Case peer-S25."""
     usage = Usage()
     reader = EventReader(Shape.MESSAGES, usage)
     reader.feed(data({"type": "message_start", "message": {"usage": {"input_tokens": 5, "output_tokens": 0}}}))
     reader.feed(data({"type": "message_delta", "usage": {"output_tokens": 9}}))
     assert (usage.prompt, usage.output) == (5, 9)
+    reader.feed(data({"type": "message_delta", "usage": {"input_tokens": 0, "output_tokens": 10}}))
+    assert (usage.prompt, usage.output) == (5, 10)
 
 
 @pytest.mark.parametrize(
