@@ -13,7 +13,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from controlplane.fleet.wire import Affinity, Result
-from frontend_api import charges, explain, flow, openai, ratelimits
+from frontend_api import charges, explain, flow, lanes, openai, ratelimits
 from frontend_api.account import Account
 from frontend_api.decisions import Kept
 from frontend_api.evidence import Cache, Prompt, Standing
@@ -64,6 +64,7 @@ class Exchange:
         self.leg: Leg | None = None
         self._slow = connection.slow  # what it was sent before may still be on its way
         self._over = False
+        self._work: asyncio.Future[array[int] | None] | None = None
         watched = self.account.began_at < router.decisions.watched_until
         self._trace = flow.Trace(explain=self._explain or watched)
         self._cache: Cache | None = None
@@ -95,10 +96,11 @@ class Exchange:
         if tokens is None or isinstance(tokens, array):
             self._route(tokens)
         else:
-            work = asyncio.get_running_loop().run_in_executor(None, tokens.ids)
-            work.add_done_callback(self._tokenised)
+            self._work = lanes.start(len(self.request.body), tokens.ids)
+            self._work.add_done_callback(self._tokenised)
 
     def _tokenised(self, work: asyncio.Future[array[int] | None]) -> None:
+        self._work = None
         if self._over:
             return
         if work.cancelled() or work.exception() is not None:
@@ -322,6 +324,8 @@ class Exchange:
 
     def _end(self, status: int, result: Result) -> None:
         self._over = True
+        if self._work is not None:
+            self._work.cancel()
         self.router.exchanges.discard(self)
         self._stop_waiting()
         self._tokens = None
