@@ -125,8 +125,10 @@ def usable(pool: Sequence[Engine], avoid: Collection[Engine], now: float) -> Seq
     """The engines of a pool that may be tried, best kind only: healthy, else suspect, else overloaded, else down but not
     hanging."""
     up = Health.UP
-    healthy = [engine for engine in pool if engine.health is up and not engine.spec.suspect]
-    if len(healthy) == len(pool) and not avoid:
+    for engine in pool:
+        if engine.health is not up or engine.spec.suspect or avoid:
+            break
+    else:
         return pool
     healthy = []
     suspect = []
