@@ -310,11 +310,9 @@ class Usage:
         if not isinstance(counts, dict):
             return
         prompt = _count(counts, "prompt_tokens", "input_tokens", None)
-        if (
-            "cache_creation_input_tokens" in counts or "cache_read_input_tokens" in counts
-        ):  # beside the input, not in it
+        if prompt is not None and "cache_read_input_tokens" in counts:  # Anthropic's input is what was not cached
             for name in ("cache_creation_input_tokens", "cache_read_input_tokens"):
-                prompt = (prompt or 0) + (_count(counts, name, name, None) or 0)
+                prompt += _count(counts, name, name, None) or 0
         self.prompt = prompt or self.prompt  # no prompt is empty: a zero tells nothing
         self.output = _count(counts, "completion_tokens", "output_tokens", self.output)
         details = counts.get("prompt_tokens_details") or counts.get("input_tokens_details")

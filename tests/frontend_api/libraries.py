@@ -40,8 +40,9 @@ def added_up(chunks: Iterable[Any]) -> list[dict[str, Any]]:
                 calls = message.setdefault("tool_calls", [])
                 if call["index"] == len(calls):
                     calls.append(call)
+                    call["function"].setdefault("arguments", "")
                 else:
-                    calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+                    calls[call["index"]]["function"]["arguments"] += call["function"].get("arguments") or ""
             if given.get("logprobs"):
                 whole.setdefault("logprobs", {"content": []})["content"] += given["logprobs"]["content"]
             for name in ("finish_reason", "stop_reason"):

@@ -141,7 +141,7 @@ USAGES = [
     (
         Shape.MESSAGES,
         {"type": "message_delta", "usage": {"output_tokens": 9, "cache_read_input_tokens": 3}},
-        (3, 3, 9),
+        (None, 3, 9),
     ),
     (
         Shape.MESSAGES,
