@@ -1,5 +1,6 @@
 """`tandem`: the command line. It talks to REST and knows nothing of Django or the database, so that it starts at once and
-runs anywhere. The key comes from TANDEM_API_KEY or TANDEM_API_KEY_FILE, never from an argument.
+runs anywhere; `tandem bench` talks to the OpenAI endpoint instead. Keys come from TANDEM_API_KEY (bench: TANDEM_KEY) or a
+file, never from an argument.
 
 Exit codes: 0 done, 1 refused or failed (one sentence on stderr), 2 wrong usage, 130 interrupted.
 """
@@ -10,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from controlplane.cli import commands
+from controlplane.cli import commands, prefixes
 from controlplane.cli.arguments import parser
 from controlplane.cli.client import Client
 from controlplane.fleet import config
@@ -24,11 +25,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         settings = config.load()
-        if not settings.api_key:
+        talks_rest = arguments.command in commands.COMMANDS
+        if talks_rest and not settings.api_key:
             raise InvalidInput("set TANDEM_API_KEY_FILE (or TANDEM_API_KEY) to a key with the scope manage")
     except InvalidInput as error:
         return _complain(error.message, USAGE)
     try:
+        if not talks_rest:
+            return prefixes.run(settings, arguments)
         with Client(settings.url, settings.api_key) as client:
             return commands.COMMANDS[arguments.command](client, arguments)
     except TandemError as error:

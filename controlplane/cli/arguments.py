@@ -76,7 +76,35 @@ def parser() -> argparse.ArgumentParser:
 
     token = commands.add_parser("join-token", help="a one-time token with which a node joins")
     token.add_argument("--hours", type=_between(1, 168), default=1, metavar="N", help="good for so long (default: 1)")
+
+    bench = commands.add_parser("bench", help="experiments against the OpenAI endpoint").add_subparsers(
+        dest="action", required=True, metavar="prefixes"
+    )
+    _add_prefixes(bench.add_parser("prefixes", help="do requests go where their KV lies?", allow_abbrev=False))
     return top
+
+
+def _add_prefixes(command: argparse.ArgumentParser) -> None:
+    command.epilog = (
+        "Needs two ready engines that read prompts. The key comes from TANDEM_KEY, TANDEM_KEY_FILE or --key-file; "
+        "a router without keys needs none."
+    )
+    command.add_argument("--url", help="the OpenAI endpoint (default: TANDEM_BIND and TANDEM_OPENAI_PORT)")
+    command.add_argument("--key-file", metavar="FILE", help="holds a key of scope inference")
+    command.add_argument("--model", default="", metavar="SERVED_NAME", help="default: the only one there is")
+    for name, low, high, default, says in (
+        ("prefixes", 2, 1_000, 12, "different prefixes"),
+        ("words", 16, 100_000, 1_500, "words of each"),
+        ("repeats", 2, 100, 6, "times that each is asked"),
+        ("tail-words", 1, 10_000, 24, "fresh words at the end of each prompt"),
+    ):
+        command.add_argument(
+            f"--{name}", type=_between(low, high), default=default, metavar="N", help=f"{says} ({default})"
+        )
+    command.add_argument(
+        "--seed", type=_between(0, (1 << 31) - 1), metavar="N", help="the same words again; default: new ones"
+    )
+    command.add_argument("--json", action="store_true", help="everything that was seen, as JSON")
 
 
 _KEY_ID = "tdm-ID-…: the part in the middle"
