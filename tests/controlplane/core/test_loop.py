@@ -12,6 +12,7 @@ from controlplane.access.models import ApiKey
 from controlplane.access.roles import SYSTEM
 from controlplane.deployments import loop, queries, services
 from controlplane.deployments.models import Attempt, Deployment, Engine, Event
+from controlplane.fleet import wire
 from controlplane.fleet.lifecycle import LIMITS, State, backoff_seconds
 from controlplane.fleet.model import EngineLoad, Phase, Role, Runtime
 from controlplane.fleet.wire import RouterStatus
@@ -62,6 +63,16 @@ def test_the_snapshot_names_ready_engines_with_all_a_router_needs(fleet: Fleet) 
     assert deployment.wants_prefill
     assert deployment.broken_pairs == ()
     assert deployment.tokenizer == "/models/m"
+
+
+def test_the_snapshot_says_where_the_tokenizer_is(fleet: Fleet) -> None:
+    agent = fleet.join("a")
+    fleet.deploy_ready()
+    deployment = fleet.snapshot.deployments[0]
+    assert (deployment.tokenizer, deployment.tokenizer_key) == ("/models/m", "")
+    agent.set(fleet.engine("prefill-0").id, tokenizer_folder="/cache/t", tokenizer="d1")
+    fleet.until(lambda: fleet.snapshot.deployments[0].tokenizer == "/cache/t")
+    assert fleet.snapshot.deployments[0].tokenizer_key == wire.tokenizer_key("a", "d1") == "tandem:node:a:tokenizer:d1"
 
 
 def test_a_decode_engines_plan_names_the_prefill_engines_that_answer(fleet: Fleet) -> None:
