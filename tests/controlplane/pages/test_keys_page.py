@@ -1,0 +1,123 @@
+"""The Keys pages: made with limits, changed, rotated, revoked; and what they say when something is wrong."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+
+import pytest
+from django.test import Client
+from django.utils import timezone
+
+from controlplane.access import services
+from controlplane.access.limits import Limits
+from controlplane.access.models import ApiKey
+from controlplane.access.roles import SYSTEM
+from tests.controlplane.pages.test_every_page import signed_in
+
+pytestmark = pytest.mark.django_db
+HTMX = {"HX-Request": "true"}
+
+
+@pytest.fixture
+def admin() -> Client:
+    return signed_in("admin")
+
+
+def text_of(answer: object) -> str:
+    return answer.content.decode()  # type: ignore[attr-defined]
+
+
+def secret_in(page: str) -> str:
+    found = re.search(r'id="key-text">(tdm-[^<]+)<', page)
+    assert found is not None
+    return found[1]
+
+
+def test_a_key_is_made_with_limits_and_told_once(admin: Client) -> None:
+    form = {"name": "app", "scope": "inference", "requests_per_minute": "60", "tokens_per_minute": "", "priority": "−3"}
+    answer = admin.post("/keys/create/", form, headers=HTMX)
+    assert answer.headers["Cache-Control"] == "no-store"
+    key = ApiKey.objects.get()
+    assert key.limits == Limits(60, None, None, -3)
+    assert key.digest == services.digest_of(secret_in(text_of(answer)))
+    assert "60 requests/min" in text_of(answer), "the table follows"
+    assert "tdm-" + key.id + "-…" in text_of(admin.get("/keys/"))
+    assert "key-text" not in text_of(admin.get("/keys/"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("requests_per_minute", "lots", "Requests a minute: 'lots' is neither"),
+        ("tokens_per_minute", "0", "Tokens a minute: choose a whole number from 1"),
+        ("concurrency", "1.5", "Requests at a time: "),
+        ("priority", "11", "Priority: choose a whole number from -10 to 10"),
+        ("name", " ", "name: write 1 to 100"),
+    ],
+)
+def test_what_is_wrong_is_told_beside_the_form(admin: Client, field: str, value: str, says: str) -> None:
+    answer = admin.post("/keys/create/", {"name": "app", "scope": "inference", field: value}, headers=HTMX)
+    assert answer.status_code == 400
+    assert says in text_of(answer).replace("&#x27;", "'")
+    assert "HX-Retarget" not in answer.headers
+    assert not ApiKey.objects.exists()
+
+
+def test_a_manage_key_ignores_what_is_hidden_in_its_form(admin: Client) -> None:
+    admin.post("/keys/create/", {"name": "ops", "scope": "manage", "requests_per_minute": "5", "role": "operator"})
+    assert ApiKey.objects.get().limits == Limits()
+
+
+def test_limits_are_changed_and_taken_away(admin: Client) -> None:
+    key, _ = services.create_key(actor=SYSTEM, name="app", scope="inference", limits=Limits(60, 1000, 4, 2))
+    assert "60 requests/min, 1,000 tokens/min, 4 at a time, priority +2" in text_of(admin.get(f"/keys/{key.id}/"))
+    form = {"requests_per_minute": "", "tokens_per_minute": "2,000", "concurrency": "4", "priority": "0"}
+    answer = admin.post(f"/keys/{key.id}/limits/", form, follow=True)
+    assert "The limits of app are saved" in text_of(answer)
+    assert services.get_key(key.id).limits == Limits(None, 2000, 4, 0)
+    refused = admin.post(f"/keys/{key.id}/limits/", {**form, "concurrency": "0"})
+    assert refused.status_code == 400
+    assert re.search(r'name="concurrency"[^>]*value="0"[^>]*aria-invalid="true"', text_of(refused))
+    assert services.get_key(key.id).concurrency == 4
+
+
+def test_a_rotation_shows_the_new_secret_and_how_long_the_old_one_works(admin: Client) -> None:
+    key, old = services.create_key(actor=SYSTEM, name="app", scope="inference")
+    said = text_of(admin.post(f"/keys/{key.id}/rotate/", {"overlap": "24h"}, headers=HTMX))
+    assert secret_in(said).startswith(f"tdm-{key.id}-")
+    assert "The old one works until" in said
+    assert services.authenticate_key(old) == key
+    assert "two secrets work" in text_of(admin.get("/keys/"))
+    assert "Old secret works until" in text_of(admin.get(f"/keys/{key.id}/"))
+    page = text_of(admin.post(f"/keys/{key.id}/rotate/", {"overlap": "0"}))  # without scripts: a page of its own
+    assert "The old one works no more" in page
+    refused = admin.post(f"/keys/{key.id}/rotate/", {"overlap": "soon"}, headers=HTMX)
+    assert (refused.status_code, "overlap" in text_of(refused)) == (400, True)
+
+
+def test_a_key_that_ended_offers_nothing(admin: Client) -> None:
+    key, _ = services.create_key(actor=SYSTEM, name="app", scope="inference")
+    services.revoke_key(actor=SYSTEM, key_id=key.id)
+    page = text_of(admin.get(f"/keys/{key.id}/"))
+    assert "Revoked at" in page
+    assert "Save limits" not in page
+    assert admin.post(f"/keys/{key.id}/rotate/", {"overlap": "0"}).status_code == 409
+    assert admin.get("/keys/none/").status_code == 404
+
+
+def test_last_use_is_told(admin: Client) -> None:
+    key, _ = services.create_key(actor=SYSTEM, name="app", scope="inference")
+    assert "never" in text_of(admin.get(f"/keys/{key.id}/"))
+    services.note_uses({key.id: (timezone.now() - timedelta(minutes=5)).timestamp()})
+    assert "5 min" in re.sub(r"<[^>]+>", "", text_of(admin.get(f"/keys/{key.id}/")))
+
+
+def test_many_keys_are_filtered(admin: Client) -> None:
+    for number in range(12):
+        services.create_key(actor=SYSTEM, name=f"tenant-{number:03}", scope="inference", models=[f"m{number}"])
+    assert admin.get("/keys/").content.count(b"<tr>") == 13
+    part = admin.get("/keys/?part=live&q=m11 valid")
+    assert [line.key.name for line in part.context["lines"]] == ["tenant-011"]
+    assert "1 of 12 keys" in text_of(part)
+    assert "No key matches" in text_of(admin.get("/keys/?q=nobody-has-this"))
