@@ -153,12 +153,14 @@ class Reporter:
     async def flush(self) -> None:
         """Write all waiting records, a batch at a time."""
         while records := self._telemetry.batch():
+            written = False
             try:
                 await cast(Awaitable[int], self._client.eval(_APPEND, 1, REQUESTS_STREAM, REQUESTS_MAXLEN, *records))
+                written = True
             except (RedisError, OSError):
-                self._telemetry.settle(len(records), written=False)
                 return
-            self._telemetry.settle(len(records), written=True)
+            finally:  # also of a flush that is cancelled
+                self._telemetry.settle(len(records), written=written)
 
     async def report(self) -> None:
         """Write the status once."""

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from controlplane.fleet.model import Role
-from controlplane.fleet.wire import Disaggregate, RoutingMode, RoutingPolicy
+from controlplane.fleet.wire import Disaggregate, RoutingMode, RoutingPolicy, SnapshotEngine
 from frontend_api import decisions
 from frontend_api.decisions import Board, Decisions, Kept
 from frontend_api.flow import Trace
@@ -150,6 +150,51 @@ async def test_every_candidate_with_the_parts_of_its_cost(make_site: MakeSite) -
     (cold,) = readers.values()
     assert (warm["overlap"], warm["taken"], cold["overlap"], cold["taken"]) == (96, True, 0, False)
     assert warm["total"] < cold["total"]
+
+
+async def test_modes_that_weigh_nothing_tell_what_they_would_have_weighed(pair: Site) -> None:
+    await pair.engine("d2", Role.DECODE)
+    pair.publish()
+    for weighed in ("now", "then"):
+        assert (await asked(pair)).status == 200
+        newest = (await told(pair))[0]
+        assert newest["weighed"] == weighed, "once somebody has looked, each choice is weighed"
+        assert {(c["engine"], c["part"]) for c in newest["candidates"]} == {
+            ("p", "prefill"),
+            ("d", "decode"),
+            ("d2", "decode"),
+        }
+        assert {c["engine"] for c in newest["candidates"] if c["taken"]} == {newest["prefill"], newest["decode"]}
+        assert all(c["overlap"] == 0 <= c["total"] for c in newest["candidates"])
+
+
+async def test_the_reply_explains_itself_in_every_mode(pair: Site) -> None:
+    for mode in RoutingMode:
+        pair.publish(policy=RoutingPolicy(mode=mode), tokenizer="")
+        reply = await ask(pair.port, CHAT, PROMPT, **{"x-tandem-explain": "1"})
+        told = {k[9:]: v for k, v in reply.headers.items() if k.startswith("x-tandem-")}
+        assert (told["mode"], told["prefill"], told["decode"]) == (mode, "p", "d")
+        parts = [candidate.split()[:2] for candidate in told["candidates"].split("; ")]
+        assert parts == [["p", "prefill"], ["d", "decode"]]
+        spent = dict(part.split("=") for part in told["overhead-stages"].split())
+        assert list(spent) == ["read", "tokenise", "choose", "send"]
+        assert abs(sum(map(int, spent.values())) - int(told["overhead-us"])) <= 3
+        assert ("state" in told) == (mode in (RoutingMode.KV, RoutingMode.KV_APPROXIMATE))
+    silent = await ask(pair.port, CHAT, PROMPT)
+    assert not [name for name in silent.headers if name.startswith("x-tandem-")]
+
+
+async def test_a_reply_tells_of_no_more_candidates_than_clients_bear(make_site: MakeSite) -> None:
+    site = await make_site()
+    await site.engine("a0", Role.AGGREGATED)
+    for number in range(1, 40):
+        site.add(SnapshotEngine(id=f"a{number}", name="a", attempt=1, role=Role.AGGREGATED, url="http://127.0.0.1:9"))
+    site.publish()
+    reply = await ask(site.port, CHAT, PROMPT, **{"x-tandem-explain": "1"})
+    assert reply.headers["x-tandem-candidates"].count("total=") == 16
+    assert reply.headers["x-tandem-candidates"].endswith("; 24 more for alone")
+    await site.settled()
+    assert len((await told(site))[0]["candidates"]) == 40
 
 
 def some(index: int, board: Board | None, count: int = 2) -> Decisions:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+import redis.asyncio
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from controlplane.fleet.model import Role
@@ -16,8 +18,9 @@ from controlplane.fleet.wire import (
     SnapshotEngine,
 )
 from controlplane.fleet.wire import RoutingPolicy as Policy
-from frontend_api import figures
+from frontend_api import figures, listeners, telemetry
 from frontend_api.evidence import Evidence
+from frontend_api.listeners import Reporter
 from frontend_api.shared import Slots
 from frontend_api.telemetry import Telemetry
 from frontend_api.view import View
@@ -208,3 +211,34 @@ def test_a_mode_that_changes_loses_no_event() -> None:
         process.evidence.tick(0.0)
         process.share()
     assert of(process.read(), "kv_events_total", deployment="d", kind="stored") == 5
+
+
+async def test_redis_that_never_answers_makes_nobody_wait(alone: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records are dropped and counted; each request leaves one, wherever it ends."""
+    monkeypatch.setattr(telemetry, "QUEUE", 4)
+    asked = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        await reader.read(-1)
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    client = redis.asyncio.Redis.from_url(f"redis://127.0.0.1:{port}", socket_timeout=60)
+    told = alone.telemetry
+    reporter = Reporter(told, alone.view, alone.evidence, client)
+    await ask(alone.port, CHAT, PROMPT)
+    flushing = asyncio.create_task(reporter.run_flush())
+    await asked.wait()
+    for _ in range(10):
+        assert (await ask(alone.port, CHAT, PROMPT)).status == 200
+    await alone.settled()
+    found = samples((await ask(alone.port, "/metrics")).body)
+    assert of(found, "records_waiting") == 4
+    assert of(found, "records_dropped_total") == 6, "one more is on its way to Redis"
+    assert of(found, "records_written_total") == 0
+    assert of(found, "requests_total", deployment="dep", endpoint=CHAT, result="ok") == 11
+    await listeners.end([flushing])
+    assert told.dropped == 7
+    server.close()
+    await client.aclose()
