@@ -138,8 +138,8 @@ HISTOGRAMS: dict[str, Spread] = {
     "overhead_microseconds": Spread(
         ("stage",),
         MICROSECONDS,
-        "The router's own time before the first byte to an engine. read: key, model, fields; tokenise; choose; send: body, "
-        "connection; all: their sum.",
+        "The router's own time before the first byte to an engine. read: key, model, fields; tokenise; limit: asking "
+        "for room, limited keys only; choose; send: body, connection; all: their sum.",
     ),
 }
 

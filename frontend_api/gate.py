@@ -239,10 +239,12 @@ class Router:
         elif path == _DECISIONS:
             self._tell_decisions(request, connection)
         elif path == _MODELS:
+            self._note_key(request)
             names = sorted(name for name in self.view.deployments if self._may_use(name, request.key))
             listed = {"object": "list", "data": [self._model(name) for name in names]}
             connection.reply(200, self._headers(request), msgspec.json.encode(listed))
         else:
+            self._note_key(request)
             name = unquote_to_bytes(path[len(_MODELS) + 1 :]).decode("utf-8", "replace")
             if name in self.view.deployments and self._may_use(name, request.key):
                 connection.reply(200, self._headers(request), msgspec.json.encode(self._model(name)))
@@ -255,6 +257,10 @@ class Router:
         except InvalidInput as error:
             problem = Problem(400, error.code, error.message, error.field)
             self.reply_problem(connection, problem, Shape.PLAIN, _request_id(request))
+
+    def _note_key(self, request: Request) -> None:
+        if request.key is not None:
+            self.telemetry.note_key(request.key.id, time())
 
     def _headers(self, request: Request) -> bytes:
         return b"%bx-request-id: %b\r\n" % (_JSON, _request_id(request))

@@ -45,10 +45,11 @@ class Judged(NamedTuple):
 class Window:
     """The use of one key. Seconds are whole, of one clock; `now` is a moment of it."""
 
-    __slots__ = ("_seconds", "last", "requests", "tokens")
+    __slots__ = ("_seconds", "_slid", "last", "requests", "tokens")
 
     def __init__(self) -> None:
         self._seconds: dict[int, list[int]] = {}
+        self._slid = 0
         self.requests = 0
         self.tokens = 0
         self.last = 0
@@ -57,6 +58,9 @@ class Window:
     def slide(self, now: float) -> None:
         """Forget what is too old; also what lies ahead, after a clock was set back."""
         newest = int(now)
+        if newest == self._slid:
+            return
+        self._slid = newest
         for second in [s for s in self._seconds if s < newest - SPAN or s > newest + 1]:
             requests, tokens = self._seconds.pop(second)
             self.requests -= requests

@@ -14,6 +14,8 @@ ignored, so that programs of neighbouring versions understand each other.
 | RequestRecord | router → metrics     | stream `tandem:requests`, field `r`, capped                             |
 | RouterLoads   | router → routers     | channel `tandem:loads`                                                  |
 
+Routers count the limits of keys together under `tandem:limits:*`, by one script (`frontend_api/counter.py`).
+
 A node's Redis user may touch only `tandem:node:<node>:*` (its Celery queue has that key prefix too).
 """
 

@@ -10,6 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import redis
 
@@ -161,3 +162,16 @@ async def test_a_process_that_is_killed_holds_its_places_only_for_its_lease(
     (router,) = client.hkeys("tandem:limits:held:busy")  # type: ignore[misc]
     client.zadd("tandem:limits:routers", {router: 1.0})  # its lease is over: the test does not wait for it
     assert await statuses([programs[1].port], 1, "busy") == {200: 1}
+
+
+async def test_the_official_client_knows_the_refusal(two: list[int]) -> None:
+    client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{two[0]}/v1", api_key="tpm", max_retries=0)
+    async with client:
+        raw = await client.chat.completions.with_raw_response.create(
+            model="m", messages=PROMPT["messages"], max_tokens=5
+        )  # type: ignore[call-overload]
+        assert raw.headers["x-ratelimit-limit-tokens"] == "100"
+        with pytest.raises(openai.RateLimitError) as refused:
+            await client.chat.completions.create(model="m", messages=PROMPT["messages"], max_tokens=500)  # type: ignore[call-overload]
+    assert (refused.value.code, refused.value.type) == ("rate_limit_exceeded", "tokens")
+    assert int(refused.value.response.headers["retry-after"]) > 0
