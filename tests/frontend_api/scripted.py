@@ -143,5 +143,5 @@ class ScriptedEngine:
 
 
 async def _until_eof(reader: asyncio.StreamReader) -> None:
-    while not reader.at_eof():
+    while not reader.at_eof() and reader.exception() is None:  # a reset is no end of file
         await asyncio.sleep(0.005)
