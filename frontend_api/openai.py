@@ -65,6 +65,8 @@ class _Fields(Struct):
     n: Any = None
     best_of: Any = None
     use_beam_search: Any = None
+    messages: Raw = _ABSENT
+    input: Raw = _ABSENT
     prompt: Raw = _ABSENT
     prompt_embeds: Any = None
     prompt_logprobs: Any = None
@@ -179,8 +181,6 @@ def _alone(endpoint: Endpoint, fields: _Fields) -> Reason | None:
         return Reason.BACKGROUND
     if fields.previous_response_id is not None:
         return Reason.STORED_RESPONSE
-    if not _is_plain(endpoint, fields):
-        return Reason.UNUSUAL_LIMITS
     if endpoint.shape is Shape.TEXT:
         if fields.prompt_embeds is not None:
             return Reason.EMBEDDED_PROMPT
@@ -192,7 +192,7 @@ def _alone(endpoint: Endpoint, fields: _Fields) -> Reason | None:
                 raise InvalidInput(f"prompt: {str(error).partition(' - at')[0]}", field="prompt") from None
             if len(items) != 1 and not (items and all(type(item) is int for item in items)):
                 return Reason.SEVERAL_PROMPTS
-    return None
+    return None if _is_plain(endpoint, fields) else Reason.UNUSUAL_FIELDS
 
 
 def _is_one(value: Any) -> bool:
@@ -223,8 +223,14 @@ def _metering(fields: _Fields) -> bytes:
 
 
 def _is_plain(endpoint: Endpoint, fields: _Fields) -> bool:
-    """Whether the fields that the prefill leg leaves out or replaces are of the kind that every engine takes. The prefill
-    engine would not see that one of them is wrong, and the KV would be kept for a request that is then refused."""
+    """Whether prefill and decode judge the request alike: the prompt is there, and the fields that the prefill leg leaves out
+    or replaces are of the kind that every engine takes. Else KV would be kept for a request that decode then refuses, or
+    the refusal would speak of a body that the client never sent."""
+    shape = endpoint.shape
+    if (
+        fields.input if shape is Shape.RESPONSES else fields.prompt if shape is Shape.TEXT else fields.messages
+    ) is _ABSENT:
+        return False
     if fields.stream is not _ABSENT and bytes(fields.stream) not in _PLAIN_SWITCH:
         return False
     if fields.stream_options is not _ABSENT:
@@ -233,9 +239,9 @@ def _is_plain(endpoint: Endpoint, fields: _Fields) -> bool:
             return False
     if fields.min_tokens is not _ABSENT and not bytes(fields.min_tokens).isdigit():
         return False
-    if endpoint.shape is Shape.RESPONSES:
+    if shape is Shape.RESPONSES:
         return _is_limit(fields.max_output_tokens)
-    if endpoint.shape is Shape.MESSAGES and bytes(fields.max_tokens) in (b"", b"null"):  # there it must be given
+    if shape is Shape.MESSAGES and bytes(fields.max_tokens) in (b"", b"null"):  # there it must be given
         return False
     return _is_limit(fields.max_tokens) and _is_limit(fields.max_completion_tokens)
 

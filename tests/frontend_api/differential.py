@@ -38,6 +38,14 @@ def in_the_endpoints_shape(path: str, said: Said) -> Said:
     return said
 
 
+def by_choice(said: Said) -> Said:
+    """A stream with the events of each choice together: in which order those of several come is the engine's mood."""
+    events = said.body.split(b"\n\n")
+    index = re.compile(rb'"choices":\[\{"index":(\d+)')
+    events.sort(key=lambda event: int(found[1]) if (found := index.search(event)) else 1 << 20)
+    return said._replace(body=b"\n\n".join(events))
+
+
 def words(said: Said) -> Any:
     """What the reply says, without counts: what two ways through different engines must agree in."""
     if said.kind.startswith("text/event-stream"):

@@ -71,7 +71,7 @@ def running(folder: Path) -> Iterator[dict[str, str]]:
         yield found
 
 
-def metric(url: str, name: str) -> float:
-    """The sum of an engine's series whose line begins so."""
+def metric(url: str, name: str, label: str = "") -> float:
+    """The sum of an engine's series whose line begins so and has that label."""
     text = httpx.get(url + "/metrics").text
-    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name) and label in line)

@@ -139,15 +139,18 @@ async def test_what_the_prefill_leg_drops_changes_and_keeps(
         ("/v1/completions", {"prompt": "a", "max_tokens": "9"}),
         ("/v1/responses", {"input": "a", "max_output_tokens": 0}),
         *(("/v1/messages", more) for more in ({}, {"max_tokens": None}, {"max_tokens": 0})),
+        ("/v1/completions", {}),
+        ("/v1/responses", {}),
     ],
 )
 async def test_what_decode_may_refuse_is_not_prefilled(pair: Site, path: str, more: dict[str, Any]) -> None:
-    """Prefill never sees these fields: KV would be kept for half a minute for a request that decode then refuses."""
+    """Prefill never sees these fields: KV would be kept for half a minute for a request that decode then refuses; or it
+    would speak of fields that the client never sent."""
     await ask(pair.port, path, {**PROMPT, **more})
     assert pair.engines["p"].heard == []
     assert pair.engines["d"].heard[0].body == {**PROMPT, **more}
     await pair.settled()
-    assert (pair.record.reason, pair.record.fallback) == ("unusual-limits", False)
+    assert (pair.record.reason, pair.record.fallback) == ("unusual-fields", False)
 
 
 @pytest.mark.parametrize(
