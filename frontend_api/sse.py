@@ -96,7 +96,6 @@ class EventReader:
         if (
             b'"usage"' in data
             or b'"error"' in data
-            or b"[DONE]" in data
             or b"_transfer_params" in data
             or self._end in data
             or (self._unasked and b'"finish_reason":"' in data)
@@ -133,13 +132,14 @@ class EventReader:
             self.done = True
         if fields.error is not None or fields.type in ("error", "response.failed"):
             self.failed = True
-            return self.waiting() + event + end
         if fields.kv_transfer_params is not None or fields.ec_transfer_params is not None:
             event = _rebuilt(event, without_owned(payload))
         elif isinstance(fields.response, dict) and any(fields.response.get(name) is not None for name in OWNED_FIELDS):
             outer = _object.decode(payload)
             outer["response"] = Raw(without_owned(bytes(outer["response"])))
             event = _rebuilt(event, msgspec.json.encode(outer))
+        if self.failed:
+            return self.waiting() + event + end
         return self._as_unasked(event, end, fields) if self._unasked else event + end
 
     def _as_unasked(self, event: bytes, end: bytes, fields: _Event) -> bytes:

@@ -196,6 +196,11 @@ def test_ends_and_errors(shape: Shape, text: bytes, done: bool, failed: bool) ->
     assert (reader.done, reader.failed) == (done, failed)
 
 
+def test_an_error_event_tells_nothing_of_the_hand_over_either() -> None:
+    failed = {"type": "response.failed", "response": {"error": {"message": "x"}, "kv_transfer_params": {"host": "h"}}}
+    assert b"transfer" not in EventReader(Shape.RESPONSES, Usage()).feed(data(failed))
+
+
 def test_an_endless_event_is_given_up() -> None:
     reader = EventReader(Shape.CHAT, Usage())
     assert reader.feed(b"x" * MAX_EVENT) == b""
