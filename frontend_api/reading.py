@@ -25,6 +25,8 @@ class Limits(Struct, frozen=True):
     """From a request's first byte to the end of its head."""
     body_seconds: float = 60.0
     """Between two pieces of a body."""
+    body_rate: int = 1_000
+    """Bytes a second that a body has to bring on average once `body_seconds` are over: drops do not keep it alive for ever."""
     idle_seconds: float = 75.0
     """A kept connection without a request."""
     write_seconds: float = 60.0
@@ -116,6 +118,15 @@ class RequestReader:
             self._check_head(self._fed)
         elif self._chunked and self._fed > 8 * self._limits.body_bytes + self._limits.head_bytes:
             self._too_large()  # one-byte chunks and endless chunk extensions cost more than they carry
+
+    def late(self, now: float, last_read: float) -> bool:
+        """Whether the present request comes too slowly. `last_read`: when its last piece came; both monotonic."""
+        limits = self._limits
+        age = now - self.began
+        if self.in_head:
+            return age > limits.head_seconds
+        due = (age - limits.body_seconds) * limits.body_rate
+        return now - last_read > limits.body_seconds or self._body_bytes < due
 
     @property
     def full(self) -> bool:

@@ -170,6 +170,8 @@ class ClientConnection(asyncio.Protocol):
         """Tell a client whose bytes cannot be understood (any more), then read away what it still sends."""
         self._closing = True
         self._server.application.count_refused(problem.status)
+        if problem.status == 413:  # whoever sent it may ask why, and the limit can be changed
+            log.warning("Refused a request of %s: %s", self.peer, problem.message)
         body = error_body(problem)
         self._write(
             b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
@@ -255,12 +257,7 @@ class ClientConnection(asyncio.Protocol):
         elif self._busy or self._reader.requests or self._reader.broken is not None:
             return
         elif self._reader.in_message:
-            late = (
-                now - self._reader.began > limits.head_seconds
-                if self._reader.in_head
-                else now - self._last_read > limits.body_seconds
-            )
-            if late:
+            if self._reader.late(now, self._last_read):
                 self._reader.give_up(Problem(408, "request_timeout", "The request did not come in time."))
                 self._next()
         elif self._server.draining or now - self._last_read > limits.idle_seconds:

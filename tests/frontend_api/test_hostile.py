@@ -10,10 +10,11 @@ import tracemalloc
 import pytest
 
 from controlplane.fleet.model import Role
+from controlplane.fleet.wire import Result
 from frontend_api.reading import Limits
 from tests.frontend_api.client import PROMPT, Client, ask, events, request
 from tests.frontend_api.conftest import MakeSite, Site, until
-from tests.frontend_api.scripted import Heard, answer_well, chat_reply, unary
+from tests.frontend_api.scripted import STREAM_HEAD, Heard, answer_well, chat_reply, chunk, framed, unary
 
 CHAT = "/v1/chat/completions"
 BODY = json.dumps(PROMPT).encode()
@@ -33,7 +34,35 @@ REFUSED = {
     "negative length": HEAD + b"Content-Length: -1\r\n\r\n" + BODY,
     "hexadecimal length": HEAD + b"Content-Length: 0x10\r\n\r\n" + BODY,
     "huge length": HEAD + b"Content-Length: 99999999999999999999999\r\n\r\n" + BODY,
+    "empty length": HEAD + b"Content-Length:\r\n\r\n" + BODY,
+    "length with a space": HEAD + b"Content-Length: 1 3\r\n\r\n" + BODY,
+    "length as a fraction": HEAD + b"Content-Length: 13.0\r\n\r\n" + BODY,
+    "length after a vertical tab": HEAD + b"Content-Length:\x0b13\r\n\r\n" + BODY,
+    "identity and length": HEAD + b"Transfer-Encoding: identity\r\n" + SIZED + b"\r\n" + BODY,
+    "identity": HEAD + b"Transfer-Encoding: identity\r\n\r\n" + BODY,
+    "empty coding and length": HEAD + b"Transfer-Encoding:\r\n" + SIZED + b"\r\n" + BODY,
+    "coding in quotes": HEAD + b'Transfer-Encoding: "chunked"\r\n\r\n' + IN_CHUNKS,
+    "coding with a parameter": HEAD + b"Transfer-Encoding: chunked;q=1\r\n\r\n" + IN_CHUNKS,
+    "coding with a comma before": HEAD + b"Transfer-Encoding: ,chunked\r\n\r\n" + IN_CHUNKS,
+    "coding with a comma behind": HEAD + b"Transfer-Encoding: chunked,\r\n\r\n" + IN_CHUNKS,
+    "folded coding": HEAD + b"Transfer-Encoding:\r\n chunked\r\n\r\n" + IN_CHUNKS,
+    "length and chunked in HTTP/1.0": HEAD.replace(b"1.1", b"1.0") + SIZED + CHUNKED + b"\r\n" + IN_CHUNKS,
+    "length and chunked behind an offer": HEAD
+    + b"Connection: Upgrade\r\nUpgrade: h2c\r\n"
+    + CHUNKED
+    + SIZED
+    + b"\r\n"
+    + IN_CHUNKS,
     "space before the colon": HEAD + b"Content-Length : 5\r\n\r\n" + BODY,
+    "space before the first header": HEAD.replace(b"\r\nHost", b"\r\n Host") + SIZED + b"\r\n" + BODY,
+    "space in a name": HEAD + b"X Y: a\r\n" + SIZED + b"\r\n" + BODY,
+    "empty name": HEAD + b": a\r\n" + SIZED + b"\r\n" + BODY,
+    "no colon": HEAD + b"nocolon\r\n" + SIZED + b"\r\n" + BODY,
+    "bare return in a value": HEAD + b"X: a\rContent-Length: 5\r\n" + SIZED + b"\r\n" + BODY,
+    "bare newline behind a value": HEAD + b"X: a\n" + SIZED + b"\r\n" + BODY,
+    "bare newline for the empty line": HEAD + SIZED + b"\n" + BODY,
+    "zero byte in a name": HEAD + b"X\x00Y: a\r\n" + SIZED + b"\r\n" + BODY,
+    "control character": HEAD + b"X: a\x01b\r\n" + SIZED + b"\r\n" + BODY,
     "folded header": HEAD + b"X: a\r\n b\r\n" + SIZED + b"\r\n" + BODY,
     "tabbed coding": HEAD + b"Transfer-Encoding:\x0bchunked\r\n\r\n" + IN_CHUNKS,
     "unknown coding": HEAD + b"Transfer-Encoding: xchunked\r\n\r\n" + IN_CHUNKS,
@@ -44,12 +73,27 @@ REFUSED = {
     "chunk size with a space": HEAD + CHUNKED + b"\r\n3 \r\nabc\r\n0\r\n\r\n",
     "chunk size overflow": HEAD + CHUNKED + b"\r\nFFFFFFFFFFFFFFFFF\r\n",
     "chunk with bare newline": HEAD + CHUNKED + b"\r\n3\nabc\n0\n\n",
+    "chunk size with 0x": HEAD + CHUNKED + b"\r\n0x3\r\nabc\r\n0\r\n\r\n",
+    "chunk size with a sign": HEAD + CHUNKED + b"\r\n+3\r\nabc\r\n0\r\n\r\n",
+    "negative chunk size": HEAD + CHUNKED + b"\r\n-3\r\nabc\r\n0\r\n\r\n",
+    "no chunk size": HEAD + CHUNKED + b"\r\n\r\nabc\r\n0\r\n\r\n",
+    "no end of a chunk": HEAD + CHUNKED + b"\r\n3\r\nabc0\r\n\r\n",
+    "bare newline behind a chunk": HEAD + CHUNKED + b"\r\n3\r\nabc\n0\r\n\r\n",
+    "bare newline in an extension": HEAD + CHUNKED + b"\r\n3;a\nabc\r\n0\r\n\r\n",
+    "bare return in an extension": HEAD + CHUNKED + b"\r\n3;a\rb\r\nabc\r\n0\r\n\r\n",
+    "end of line in a quoted extension": HEAD + CHUNKED + b'\r\n3;a="\r\n"\r\nabc\r\n0\r\n\r\n',
+    "bare newline in the trailer": HEAD + CHUNKED + b"\r\n3\r\nabc\r\n0\r\nX: y\n\r\n",
+    "bare newline behind the last chunk": HEAD + CHUNKED + b"\r\n3\r\nabc\r\n0\n\r\n",
+    "length in the trailer": HEAD + CHUNKED + b"\r\n3\r\nabc\r\n0\r\nContent-Length: 5\r\n\r\n",
+    "coding in the trailer": HEAD + CHUNKED + b"\r\n3\r\nabc\r\n0\r\nTransfer-Encoding: chunked\r\n\r\n",
     "chunk longer than said": HEAD + CHUNKED + b"\r\n1\r\nabc\r\n0\r\n\r\n",
     "bare newlines": b"POST /v1/chat/completions HTTP/1.1\nHost: r\n\n",
     "no host": b"POST /v1/chat/completions HTTP/1.1\r\n" + SIZED + b"\r\n" + BODY,
     "two hosts": HEAD + b"Host: s\r\n" + SIZED + b"\r\n" + BODY,
     "two keys": HEAD + b"Authorization: Bearer a\r\nAuthorization: Bearer b\r\n" + SIZED + b"\r\n" + BODY,
     "zero byte": HEAD + b"X: a\x00b\r\n" + SIZED + b"\r\n" + BODY,
+    "space in the target": b"GET /a b HTTP/1.1\r\nHost: r\r\n\r\n",
+    "HTTP/1.9": b"GET /health HTTP/1.9\r\nHost: r\r\n\r\n",
     "HTTP/0.9": b"GET /health\r\n\r\n",
     "HTTP/2.0": b"GET /health HTTP/2.0\r\nHost: r\r\n\r\n",
     "HTTP/2 preface": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
@@ -292,7 +336,7 @@ async def test_expect_continue_refused_before_the_body(make_site: MakeSite) -> N
         assert await client.closed() == b""
 
 
-async def test_body_limit(make_site: MakeSite) -> None:
+async def test_body_limit(make_site: MakeSite, caplog: pytest.LogCaptureFixture) -> None:
     site = await make_site(limits=Limits(body_bytes=1_000))
     await site.engine("a", Role.AGGREGATED)
     site.publish()
@@ -307,6 +351,9 @@ async def test_body_limit(make_site: MakeSite) -> None:
             assert (await client.reply()).status == 413
     text = (await ask(site.port, "/metrics")).body
     assert b'tandem_router_refused_total{status="413"} 3' in text
+    told = [record.getMessage() for record in caplog.records if record.name == "frontend_api.server"]
+    assert len(told) == 3
+    assert all("127.0.0.1" in line and "--max-body-mb" in line for line in told)
 
 
 async def test_a_refused_upload_sees_the_refusal_and_no_reset(make_site: MakeSite) -> None:
@@ -339,6 +386,69 @@ async def test_slow_heads_and_bodies_time_out(make_site: MakeSite) -> None:
             site.server.sweep(asyncio.get_running_loop().time() + 1e6)
             assert (await client.reply()).status == 408
             assert await client.closed() == b""
+
+
+async def test_drops_keep_neither_a_head_nor_a_body_alive(make_site: MakeSite) -> None:
+    """A byte now and then: the head has one limit from its first byte on, and a body has to bring something."""
+    site = await make_site(limits=Limits(body_bytes=10 << 20))
+    long = HEAD + b"Content-Length: 5000000\r\n\r\n"
+    for data, patience in ((b"POST /a", site.server.limits.head_seconds), (long, site.server.limits.body_seconds)):
+        async with Client(site.port) as client:
+            client.send(data)
+            await until(lambda: [c._reader.in_message for c in site.server.connections] == [True])
+            (connection,) = site.server.connections
+            began = connection._reader.began
+            for drop in range(9):
+                last = connection._last_read
+                client.send(b"x")
+                await until(lambda: connection._last_read != last)  # noqa: B023 - awaited here
+                connection._last_read = began + (drop + 1) * patience / 10  # it came just now, so to say
+                site.server.sweep(connection._last_read)
+                assert connection._reader.broken is None
+            connection._last_read = began + patience + 1
+            site.server.sweep(connection._last_read)
+            assert (await client.reply()).status == 408
+            assert await client.closed() == b""
+
+
+async def test_a_long_upload_that_goes_on_is_waited_for(make_site: MakeSite) -> None:
+    site = await make_site(limits=Limits(body_bytes=10 << 20))
+    async with Client(site.port) as client:
+        client.send(HEAD + b"Content-Length: 2000000\r\n\r\n" + b" " * 1_900_000)
+        await until(lambda: [c._reader._body_bytes for c in site.server.connections] == [1_900_000])
+        (connection,) = site.server.connections
+        for later in (100.0, 500.0, 1_500.0):
+            connection._last_read = connection._reader.began + later
+            site.server.sweep(connection._last_read + 1.0)
+        assert connection._reader.broken is None
+        client.send(b" " * 100_000)
+        assert (await client.reply()).status == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_takes_nothing_is_cut_off(make_site: MakeSite, stream: bool) -> None:
+    async def firehose(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        if not stream:
+            writer.write(unary(b"x" * 20_000_000))
+            return
+        writer.write(STREAM_HEAD)
+        for _ in range(1_000):
+            writer.write(framed(chunk("x" * 60_000)))
+            await writer.drain()
+
+    site = await make_site()
+    await site.engine("a", Role.AGGREGATED, firehose)
+    site.publish()
+    async with Client(site.port) as client:
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        client.post(CHAT, {**PROMPT, "stream": stream})
+        await until(lambda: any(connection.slow for connection in site.server.connections))
+        site.server.sweep(asyncio.get_running_loop().time() + site.server.limits.write_seconds - 5.0)
+        assert len(site.server.connections) == 1
+        site.server.sweep(asyncio.get_running_loop().time() + site.server.limits.write_seconds + 5.0)
+        await until(lambda: not site.server.connections)
+    await site.settled()
+    assert site.record.result is (Result.ABORTED if stream else Result.OK)
 
 
 async def test_idle_connections_close_and_busy_ones_do_not(make_site: MakeSite) -> None:
