@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from frontend_api.flow import Trace
     from frontend_api.sse import EventReader
 
+STAGES = ("read", "tokenise", "choose", "send", "limit")
+"""Of the router's own time before the first byte to an engine: key, model and fields; token ids; engines; body and
+connection; and, for keys that have some, their limits."""
+
 
 class Account:
     """Times and counts of one request. Times are `perf_counter` seconds; 0: has not happened."""
@@ -95,20 +99,18 @@ class Account:
         """The router's own time before the first byte to an engine, in microseconds."""
         return (self.sent_at - self.received_at - self.waited_first) * 1e6 if self.sent_at else 0.0
 
-    def stages(self) -> dict[str, float]:
-        """The parts of `overhead_us`; empty: no engine was asked."""
+    def stages(self) -> tuple[float, ...]:
+        """The parts of `overhead_us`, as `STAGES` names them; empty: no engine was asked."""
         if not self.sent_at:
-            return {}
+            return ()
         ready_at = self.admitted_at or self.tokenised_at
-        parts = {
-            "read": (self.began_at - self.received_at) * 1e6,
-            "tokenise": (self.tokenised_at - self.began_at) * 1e6,
-            "choose": (self.chosen_at - ready_at - self.waited_first) * 1e6,
-            "send": (self.sent_at - self.chosen_at) * 1e6,
-        }
-        if self.admitted_at:
-            parts["limit"] = (self.admitted_at - self.tokenised_at) * 1e6
-        return parts
+        parts = (
+            (self.began_at - self.received_at) * 1e6,
+            (self.tokenised_at - self.began_at) * 1e6,
+            (self.chosen_at - ready_at - self.waited_first) * 1e6,
+            (self.sent_at - self.chosen_at) * 1e6,
+        )
+        return (*parts, (ready_at - self.tokenised_at) * 1e6) if self.admitted_at else parts
 
     def result(self, endpoint: Endpoint) -> Result:
         """What an answer with status 200 was worth: without a token it is a failure."""

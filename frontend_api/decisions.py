@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.wire import RequestRecord
+from frontend_api.account import STAGES
 from frontend_api.routing import Choice, Reason, explain_costs
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class Kept(NamedTuple):
     deployment: Deployment
     standing: Standing | None
     prompt_tokens: int | None
-    stages: dict[str, float]
+    stages: tuple[float, ...]
 
 
 class Board:
@@ -294,7 +295,7 @@ def _decision(kept: Kept, process: int) -> Decision:
         status=record.status,
         ttft=record.ttft,
         overhead_us=record.overhead_us,
-        stages_us=kept.stages,
+        stages_us=dict(zip(STAGES, kept.stages, strict=False)),
         weighed="then" if trace.weighed else "now",
         candidates=[_candidate(cost, record) for cost in costs],
     )

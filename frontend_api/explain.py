@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from frontend_api.account import STAGES
 from frontend_api.evidence import Cache, Prompt
 from frontend_api.flow import Trace
 
@@ -22,11 +23,11 @@ def headers(
     cache: Cache | None,
     prompt: Prompt | None,
     overhead_us: float,
-    stages: Mapping[str, float],
+    stages: Sequence[float],
 ) -> bytes:
     """Header lines of the reply, each ended. `cache`: None where cache-aware routing is not asked for. `stages`: the parts of
     `overhead_us`."""
-    spent = " ".join(f"{stage}={microseconds:.0f}" for stage, microseconds in stages.items()) or "-"
+    spent = " ".join(f"{stage}={microseconds:.0f}" for stage, microseconds in zip(STAGES, stages, strict=False)) or "-"
     return (
         f"x-tandem-prefill: {trace.prefill or '-'}\r\nx-tandem-decode: {trace.decode or '-'}\r\n"
         f"x-tandem-mode: {mode}\r\n"

@@ -6,7 +6,6 @@ process sees alike (the engines' events) is told once, by the process that saw t
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from itertools import accumulate
@@ -145,13 +144,10 @@ HISTOGRAMS: dict[str, Spread] = {
 
 
 class Histogram(Struct):
-    counts: list[int]
-    """Per bucket, the last one without a bound."""
-    total: float = 0.0
+    """Values by bucket, the last one without a bound, and their sum. Counting is inlined where requests end: see `Telemetry`."""
 
-    def add(self, bounds: tuple[float, ...], value: float) -> None:
-        self.counts[bisect_left(bounds, value)] += 1
-        self.total += value
+    counts: list[int]
+    total: float = 0.0
 
 
 Series = dict[Labels, Histogram]
@@ -177,12 +173,12 @@ def histograms() -> dict[str, Series]:
     return {name: {} for name in HISTOGRAMS}
 
 
-def observe(series: Series, bounds: tuple[float, ...], labels: Labels, value: float) -> None:
-    """Count a value in the histogram of these labels."""
-    found = series.get(labels)
+def series(histograms: Mapping[str, Series], name: str, *labels: str) -> Histogram:
+    """The histogram of these labels, made if it is not there."""
+    found = histograms[name].get(labels)
     if found is None:
-        found = series[labels] = Histogram([0] * (len(bounds) + 1))
-    found.add(bounds, value)
+        found = histograms[name][labels] = Histogram([0] * (len(HISTOGRAMS[name].bounds) + 1))
+    return found
 
 
 def added(parts: Iterable[Figures]) -> Figures:

@@ -5,14 +5,16 @@ Nothing here ever makes a request wait: records go into a bounded queue, and wha
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from time import time
 
 from controlplane.fleet.wire import CacheState, RequestRecord, RouterStatus, encode
 from frontend_api import figures
+from frontend_api.account import STAGES
 from frontend_api.evidence import Cache, Evidence
-from frontend_api.figures import MICROSECONDS, STEPS, WAITS, Figures, observe
+from frontend_api.figures import MICROSECONDS, STEPS, WAITS, Figures, Histogram
 from frontend_api.shared import Slots
 from frontend_api.view import Health, View
 from frontend_api.windows import Bound
@@ -24,9 +26,21 @@ KEY_EVERY = 60.0
 """Seconds between two notes of one key's use."""
 KEY_TOLD = 15.0
 """Seconds for which such a note is told: the control plane may miss a status."""
-_NO_STAGES: Mapping[str, float] = {}
 _NOTHING: Counter[str] = Counter()
-_ALL = ("all",)
+
+
+class _Times:
+    """The histograms of one deployment."""
+
+    __slots__ = ("e2e", "gap", "itl", "prefill", "queue", "ttft")
+
+    def __init__(self, histograms: dict[str, figures.Series], deployment: str) -> None:
+        self.ttft = figures.series(histograms, "ttft_seconds", deployment)
+        self.itl = figures.series(histograms, "itl_seconds", deployment)
+        self.gap = figures.series(histograms, "longest_gap_seconds", deployment)
+        self.e2e = figures.series(histograms, "e2e_seconds", deployment)
+        self.prefill = figures.series(histograms, "prefill_seconds", deployment)
+        self.queue = figures.series(histograms, "queue_seconds", deployment)
 
 
 class Telemetry:
@@ -69,16 +83,12 @@ class Telemetry:
         self._written = counters["records_written_total"]
         self._dropped = counters["records_dropped_total"]
         self._streams = counters["streams_total"]
-        self._ttft = histograms["ttft_seconds"]
-        self._itl = histograms["itl_seconds"]
-        self._gap = histograms["longest_gap_seconds"]
-        self._e2e = histograms["e2e_seconds"]
-        self._prefill = histograms["prefill_seconds"]
-        self._overhead = histograms["overhead_microseconds"]
-        self._queue_wait = histograms["queue_seconds"]
+        self._times: dict[str, _Times] = {}
+        self._overheads = [figures.series(histograms, "overhead_microseconds", stage) for stage in ("all", *STAGES)]
 
-    def record(self, record: RequestRecord, stages: Mapping[str, float] = _NO_STAGES) -> None:
-        """Count one finished request and queue its record. `stages`: of `overhead_us`, in microseconds."""
+    def record(self, record: RequestRecord, stages: Sequence[float] = ()) -> None:
+        """Count one finished request and queue its record. `stages`: of `overhead_us`, in microseconds, as `STAGES` names
+        them."""
         deployment = record.deployment
         self._requests[deployment, record.endpoint, record.result] += 1
         self._results[record.result] += 1
@@ -96,22 +106,8 @@ class Telemetry:
             self._tokens[deployment, "overlap"] += record.overlap_tokens
         if record.stream:
             self._streams[deployment, record.result] += 1
-        labels = (deployment,)
-        if record.ttft is not None:
-            observe(self._ttft, WAITS, labels, record.ttft)
-            if record.itl_mean is not None:
-                observe(self._itl, STEPS, labels, record.itl_mean)
-            if record.longest_gap is not None:
-                observe(self._gap, STEPS, labels, record.longest_gap)
-        if record.prefill_seconds is not None:
-            observe(self._prefill, WAITS, labels, record.prefill_seconds)
-        if record.queue_seconds is not None:
-            observe(self._queue_wait, WAITS, labels, record.queue_seconds)
-        if record.overhead_us:
-            observe(self._e2e, WAITS, labels, record.e2e)
-            observe(self._overhead, MICROSECONDS, _ALL, record.overhead_us)
-            for stage, microseconds in stages.items():
-                observe(self._overhead, MICROSECONDS, (stage,), microseconds)
+        if deployment:
+            self._time(record, stages)
         if record.key:
             self.note_key(record.key, record.at)
         if not self._keep_records:
@@ -120,6 +116,26 @@ class Telemetry:
             self._dropped[()] += 1
         else:
             self._queue.append(record)
+
+    def _time(self, record: RequestRecord, stages: Sequence[float]) -> None:
+        times = self._times.get(record.deployment)
+        if times is None:
+            times = self._times[record.deployment] = _Times(self._figures.histograms, record.deployment)
+        if record.ttft is not None:
+            _count(times.ttft, WAITS, record.ttft)
+            if record.itl_mean is not None:
+                _count(times.itl, STEPS, record.itl_mean)
+            if record.longest_gap is not None:
+                _count(times.gap, STEPS, record.longest_gap)
+        if record.prefill_seconds is not None:
+            _count(times.prefill, WAITS, record.prefill_seconds)
+        if record.queue_seconds is not None:
+            _count(times.queue, WAITS, record.queue_seconds)
+        if record.overhead_us:
+            _count(times.e2e, WAITS, record.e2e)
+            for histogram, microseconds in zip(self._overheads, (record.overhead_us, *stages), strict=False):
+                histogram.counts[bisect_left(MICROSECONDS, microseconds)] += 1
+                histogram.total += microseconds
 
     def count_refused(self, status: int) -> None:
         """Count a request that got no further than the door."""
@@ -226,6 +242,8 @@ class Telemetry:
                 if kinds[name].labels[:1] == ("deployment",):
                     for labels in [labels for labels in series if labels[0] not in present]:
                         del series[labels]
+        for name in self._times.keys() - present:
+            del self._times[name]
         for name in self._kv_seen.keys() - present:
             del self._kv_seen[name]
 
@@ -236,3 +254,8 @@ class Telemetry:
         self.share(view, evidence, clients=clients, upstream=upstream, waiting=waiting)
         others = self._slots.others(self._index) if self._slots is not None else []
         return figures.text(figures.added([self._figures, *others]))
+
+
+def _count(histogram: Histogram, bounds: tuple[float, ...], value: float) -> None:
+    histogram.counts[bisect_left(bounds, value)] += 1
+    histogram.total += value

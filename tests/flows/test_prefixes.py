@@ -10,10 +10,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from controlplane.cli import prefix_report
 from controlplane.cli.prefixes import WORDS
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import Disaggregate, FleetSnapshot, RoutingMode, RoutingPolicy, SnapshotDeployment, encode
@@ -86,7 +88,7 @@ class Fleet:
         out, err = await process.communicate()
         assert process.returncode == 0, err.decode()
         report: dict[str, Any] = json.loads(out)
-        print(report["verdict"], report["notes"], report["readers"])
+        prefix_report.show(msgspec.convert(report, prefix_report.Report))
         assert (report["requests"], report["hits"]["of"]) == (72, 60)
         assert len(report["readers"]) == 2
         assert {shot["prompt_tokens"] for row in report["rows"] for shot in row["shots"]} == {1_524}

@@ -109,7 +109,7 @@ async def test_a_fallback_and_a_request_without_an_engine(pair: Site) -> None:
 
 async def test_only_the_last_ones_are_kept(pair: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     pair.router.decisions = Decisions()
-    kept = Kept(record(), Trace(), pair.view.deployments["m"], None, None, {})
+    kept = Kept(record(), Trace(), pair.view.deployments["m"], None, None, ())
     for number in range(decisions.KEPT + 7):
         pair.router.decisions.add(kept._replace(record=record(id=str(number), at=float(number))))
     found = await told(pair, "?limit=1000")
@@ -205,7 +205,7 @@ def some(index: int, board: Board | None, count: int = 2) -> Decisions:
     found = Decisions(board, index)
     for number in range(count):
         kept = record(id=f"{index}-{number}", at=float(number * 10 + index))
-        found.add(Kept(kept, Trace(), view.deployments["m-d"], None, None, {}))
+        found.add(Kept(kept, Trace(), view.deployments["m-d"], None, None, ()))
     return found
 
 

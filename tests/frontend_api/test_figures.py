@@ -170,7 +170,7 @@ def test_several_processes_count_once() -> None:
     processes = [Process(slots, index) for index in range(3)]
     for number, process in enumerate(processes):
         for _ in range(number + 1):
-            process.telemetry.record(record(ttft=0.1, overhead_us=50.0), {"read": 20.0, "send": 30.0})
+            process.telemetry.record(record(ttft=0.1, overhead_us=50.0), (20.0, 0.0, 0.0, 30.0))
         process.telemetry._kv_events["d", "batches"] += 100 + number
         process.share()
     for process in processes:
