@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
@@ -105,6 +106,12 @@ class SnapshotListener:
         except OSError as error:
             log.warning("The snapshot copy %s cannot be written: %s", self._copy, error)
         return True
+
+    async def read_first(self, seconds: float) -> None:
+        """At the start, without a copy: who asks now shall not hear that there is no such key or model. Waits no longer."""
+        with suppress(RedisError, OSError, TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.read_once()
 
     async def run(self) -> None:
         """For ever: read, then wait for the channel or for the next reading."""

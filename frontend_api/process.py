@@ -38,6 +38,9 @@ from frontend_api.view import View
 
 log = logging.getLogger(__name__)
 
+FIRST_SECONDS = 2.0
+"""How long a process without any snapshot waits for Redis before it serves."""
+
 
 class Options(Struct, frozen=True):
     """How a router process runs."""
@@ -123,7 +126,8 @@ async def run(
         view.take(options.fleet)
     elif client is not None:
         listener = listeners.SnapshotListener(view, upstreams, client, options.copy)
-        listener.load_copy()
+        if not listener.load_copy():
+            await listener.read_first(FIRST_SECONDS)
         gossip = Gossip(telemetry.router, router.loads, router.waiting, client)
         reporter = listeners.Reporter(telemetry, view, evidence, client)
         tasks += [

@@ -38,7 +38,7 @@ from controlplane.fleet.wire import (
 )
 from frontend_api import standalone
 from frontend_api.__main__ import bind, options, parser
-from tests.conftest import free_port
+from tests.conftest import RedisServer, free_port
 from tests.frontend_api.client import PROMPT, Client, ask
 from tests.frontend_api.conftest import KEYS, until
 from tests.frontend_api.scripted import (
@@ -214,6 +214,82 @@ async def test_the_death_of_one_process_breaks_its_own_streams_only(run: Run, en
         for client in more:
             client.post("/ready")
             assert (await client.reply()).status == 200
+
+
+async def test_sigterm_lets_the_streams_of_all_processes_finish(run: Run, engine: ScriptedEngine) -> None:
+    go_on = asyncio.Event()
+
+    async def later(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        await go_on.wait()
+        await answer_well(heard, writer)
+
+    engine.answer = later
+    program = await run("--no-auth", "--model", "m", "--aggregated", engine.url, "--processes", "4")
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(Client(program.port)) for _ in range(12)]
+        idle = await stack.enter_async_context(Client(program.port))
+        idle.post("/health")
+        await idle.reply()
+        for client in clients:
+            client.post(CHAT, {**PROMPT, "stream": True})
+        await until(lambda: len(engine.heard) == 12)
+        program.process.terminate()
+        await until(lambda: program.log.read_text().count("Draining") == 4)
+        assert await idle.closed() == b""
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", program.port)
+        go_on.set()
+        for client in clients:
+            assert (await client.reply()).body.endswith(b"data: [DONE]\n\n")
+    assert await program.ended() == 0
+
+
+async def test_a_process_that_drains_alone_gets_no_more(run: Run, engine: ScriptedEngine) -> None:
+    go_on = asyncio.Event()
+
+    async def later(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        await go_on.wait()
+        await answer_well(heard, writer)
+
+    engine.answer = later
+    program = await run("--no-auth", "--model", "m", "--aggregated", engine.url, "--processes", "2")
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(Client(program.port)) for _ in range(2)]
+        for client in clients:
+            client.post(CHAT, PROMPT)
+        await until(lambda: len(engine.heard) == 2)
+        victim = min(program.children)
+        os.kill(victim, signal.SIGTERM)
+        await until(lambda: "Draining 1" in program.log.read_text())
+        for _ in range(8):
+            assert (await ask(program.port, "/ready")).status == 200
+        assert victim in program.children
+        go_on.set()
+        assert [(await client.reply()).status for client in clients] == [200, 200]
+        await until(lambda: victim not in program.children and len(program.children) == 2)
+
+
+async def test_redis_goes_while_requests_run_and_comes_back(run: Run, engine: ScriptedEngine, tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    server.start()
+    try:
+        control = redis.Redis.from_url(server.url)
+        control.set(SNAPSHOT_KEY, fleet(engine.url))
+        program = await run("--processes", "2", REDIS_URL=server.url)
+        good = {"Authorization": "Bearer tdm-inference"}
+        assert (await ask(program.port, CHAT, PROMPT, **good)).status == 200
+        await asyncio.to_thread(server.stop)
+        for _ in range(6):
+            assert (await ask(program.port, CHAT, PROMPT, **good)).status == 200
+            assert (await ask(program.port, CHAT, PROMPT)).status == 401
+        await asyncio.to_thread(server.start)
+        written = control.xlen(REQUESTS_STREAM)
+        async with asyncio.timeout(15):
+            while control.xlen(REQUESTS_STREAM) == written:
+                assert (await ask(program.port, CHAT, PROMPT, **good)).status == 200
+                await asyncio.sleep(0.05)
+    finally:
+        await asyncio.to_thread(server.stop)
 
 
 async def test_loads_and_limits_are_one_for_all_processes(run: Run, engine: ScriptedEngine, tmp_path: Path) -> None:
