@@ -61,8 +61,8 @@ def parser() -> argparse.ArgumentParser:
     limits.add_argument(
         "--limit-wait-ms",
         type=int,
-        default=100,
-        help="longest wait of a limited key's request for the count in Redis; then this process counts alone (100)",
+        default=250,
+        help="longest wait of a limited key's request for the count in Redis; then this process counts alone (250)",
     )
     return p
 

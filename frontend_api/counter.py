@@ -33,7 +33,7 @@ local replies = {}
 for i, line in ipairs(batch[3]) do
   local id, max_requests, max_tokens, max_held = line[1], line[2], line[3], line[4]
   local held, owed, asks = line[5], line[6], line[7]
-  local reply = {0}
+  local reply = {0, 0, 0}
 
   local holders, others = 'tandem:limits:held:' .. id, 0
   if max_held > 0 then
@@ -128,7 +128,7 @@ for i, line in ipairs(batch[3]) do
       redis.call('HSET', window, 'requests', requests, 'tokens', tokens, 'first', first, 'last', last)
       redis.call('EXPIRE', window, 120)
     end
-    reply[1] = last
+    reply[1], reply[2], reply[3] = last, requests, tokens
   end
   if max_held > 0 then
     if held + granted > 0 then
@@ -169,7 +169,8 @@ class Reply(Struct, array_like=True, frozen=True):
     routers: int
     """That live."""
     lines: list[list[float]]
-    """Per line the newest second in the window, then for each ask: bound, wait, requests and tokens counted by then."""
+    """Per line: the newest second in the window, its requests and tokens; then for each ask: bound, wait, requests and tokens
+    counted by then."""
 
 
 _encode = msgspec.msgpack.Encoder().encode

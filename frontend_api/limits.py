@@ -27,9 +27,11 @@ from frontend_api.windows import SPAN, Bound, Caps, Judged, Window
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 0.1
+PATIENCE = 0.25
 """Seconds that a request may wait for the counter."""
 LEAST_PATIENCE = 0.01
+SETTLE_SECONDS = 0.01
+"""For which a settlement waits for a reservation to go along with."""
 RETRY_SECONDS = 0.25
 """Between two tries while Redis is away."""
 RECONNECT_SECONDS = 1.0
@@ -76,7 +78,7 @@ class Hold:
 class _Use:
     """What this process knows of one key."""
 
-    __slots__ = ("caps", "held", "key", "owed", "waiting", "window")
+    __slots__ = ("caps", "held", "key", "last_heard", "owed", "since", "waiting", "window")
 
     def __init__(self) -> None:
         self.key: SnapshotKey | None = None
@@ -88,6 +90,26 @@ class _Use:
         self.owed: dict[int, tuple[int, int]] = {}
         """By second: requests and tokens that the counter is still to be told of."""
         self.waiting: list[Hold] = []
+        self.last_heard = (0.0, 0, 0)
+        """When the counter last spoke of the key, and what all routers had used by then."""
+        self.since = (0, 0)
+        """Requests and tokens granted without the counter after that."""
+
+    def heard(self, now: float, requests: float, tokens: float) -> None:
+        self.last_heard = now, int(requests), int(tokens)
+        self.since = 0, 0
+
+    def spare(self, share: int, tokens: int, now: float) -> Judged:
+        """Whether this process may take one more of what was left when the counter last spoke, with the others taking theirs."""
+        at, requests_then, tokens_then = self.last_heard
+        wait = at + SPAN + 1 - now
+        if wait > 0:
+            requests, spent = self.since
+            if self.caps.requests and requests + 1 > (self.caps.requests - requests_then) // share:
+                return Judged(Bound.REQUESTS, wait)
+            if self.caps.tokens and spent + tokens > (self.caps.tokens - tokens_then) // share:
+                return Judged(Bound.TOKENS, wait)
+        return Judged(Bound.NONE)
 
     def follow(self, key: SnapshotKey) -> None:
         if key is not self.key:
@@ -141,6 +163,7 @@ class KeyLimits:
         self._touched: dict[_Use, None] = {}
         """Keys that the counter is to hear of."""
         self._wanted = asyncio.Event()
+        self._soon: asyncio.TimerHandle | None = None
         self._call: asyncio.Timeout | None = None
         self.away = False
         """Redis does not answer: this process counts for itself."""
@@ -163,7 +186,8 @@ class KeyLimits:
             loop = asyncio.get_running_loop()
             hold.at = loop.time()
             use.waiting.append(hold)
-            self._touch(use)
+            self._touched[use] = None
+            self._wanted.set()
             call = self._call
             if call is not None:
                 ends, latest = call.when(), hold.at + self._patience
@@ -195,7 +219,10 @@ class KeyLimits:
         # One that is larger than a share passes when nothing else is in the window: else it could not until Redis is back.
         tokens = min(hold.tokens, caps.tokens) if caps.tokens else hold.tokens
         judged = use.window.judge(caps, use.held, tokens, now)
+        if judged.bound is Bound.NONE and self._counter is not None:
+            judged = use.spare(self._share(), hold.tokens, now)
         if judged.bound is Bound.NONE:
+            use.since = use.since[0] + 1, use.since[1] + hold.tokens
             hold.second = int(now)
             self._count(use, hold.second, 1, hold.tokens)
             self._touch(use)
@@ -250,9 +277,11 @@ class KeyLimits:
     # ---- the counter
 
     def _touch(self, use: _Use) -> None:
+        """There is something to tell of the key, and nobody waits for it."""
         if self._counter is not None:
             self._touched[use] = None
-            self._wanted.set()
+            if self._soon is None:
+                self._soon = asyncio.get_running_loop().call_later(SETTLE_SECONDS, self._wanted.set)
 
     async def run(self) -> None:
         """For ever: tell the counter what there is, and tell requests what it says."""
@@ -284,6 +313,9 @@ class KeyLimits:
         """One call. `last`: this router ends; what it held is free."""
         assert self._counter is not None
         self._wanted.clear()
+        if self._soon is not None:
+            self._soon.cancel()
+            self._soon = None
         sent = [_Sent(use) for use in self._touched]
         self._touched = {}
         oldest = int(self._now()) - SPAN
@@ -307,7 +339,8 @@ class KeyLimits:
         self._ahead = reply.now - time()
         self._routers = reply.routers
         second = int(reply.now)
-        for part, (last, *answers) in zip(sent, reply.lines, strict=True):
+        for part, (last, requests_now, tokens_now, *answers) in zip(sent, reply.lines, strict=True):
+            part.use.heard(reply.now, requests_now, tokens_now)
             for number, hold in enumerate(part.asks):
                 bound, wait, requests, tokens = answers[4 * number : 4 * number + 4]
                 judged = Judged(Bound(int(bound)), wait)

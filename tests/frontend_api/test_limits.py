@@ -271,7 +271,7 @@ class Far:
 
 
 def granted(lines: list[Line], *, now: float = 1_700_000_000.5, routers: int = 2) -> Reply:
-    return Reply(now, routers, [[0, *[0.0, 0, 1, 5] * len(line.asks)] for line in lines])
+    return Reply(now, routers, [[0, 0, 0, *[0.0, 0, 1, 5] * len(line.asks)] for line in lines])
 
 
 class Requests:
@@ -336,7 +336,7 @@ async def test_what_was_granted_meanwhile_is_told_when_the_counter_is_back() -> 
     assert requests.answers == [None, None]
     limits.settle(holds[0], 3)
     requests.ask()
-    far.answers.put_nowait(Reply(1_700_000_000.5, 3, [[0]]))
+    far.answers.put_nowait(Reply(1_700_000_000.5, 3, [[0, 0, 0]]))
     await limits.tell()
     (line,) = far.calls[-1]
     assert line.held == 2
@@ -362,7 +362,7 @@ async def test_a_client_that_leaves_while_it_waits_holds_nothing() -> None:
     far.answers.put_nowait(granted(far.calls[0]))
     await task
     assert requests.answers == []
-    far.answers.put_nowait(Reply(1_700_000_001.0, 1, [[0]]))
+    far.answers.put_nowait(Reply(1_700_000_001.0, 1, [[0, 0, 0]]))
     await limits.tell()
     assert far.calls[-1] == [Line("k", 0, 1000, 1, 0, [(1_700_000_000, -1, -5)], [])]
 
@@ -377,7 +377,7 @@ async def test_what_a_call_might_have_counted_is_never_given_back_twice() -> Non
     limits.settle(hold, 40)
     far.answers.put_nowait(RedisConnectionError("while it counted"))
     await limits.tell()
-    far.answers.put_nowait(Reply(1_700_000_001.0, 1, [[0]]))
+    far.answers.put_nowait(Reply(1_700_000_001.0, 1, [[0, 0, 0]]))
     await limits.tell()
     assert far.calls[-1][0].owed in ([], [(1_700_000_000, 0, 0)])
 
@@ -398,6 +398,25 @@ async def test_a_defect_behind_one_request_leaves_the_others_their_answer(caplog
     assert "defect in the router" in caplog.text
 
 
+async def test_of_what_was_left_when_the_counter_last_spoke_each_takes_its_part() -> None:
+    far = Far()
+    limits = KeyLimits(far, patience=0.02, processes=2)
+    requests = Requests(limits, requests_per_minute=20)
+    requests.ask()
+    far.answers.put_nowait(Reply(1_700_000_000.5, 2, [[1_700_000_000, 15, 75, 0, 0.0, 15, 75]]))
+    await limits.tell()
+    far.answers.put_nowait(RedisConnectionError("gone"))
+    for _ in range(4):
+        requests.ask()
+    await limits.tell()
+    assert [answer is None for answer in requests.answers] == [True, True, True, False, False], (
+        "two of five: the other's three"
+    )
+    refusal = requests.answers[-1]
+    assert refusal is not None
+    assert (refusal.bound, 59 < refusal.wait <= 61) == (Bound.REQUESTS, True)
+
+
 async def test_requests_larger_than_a_share_pass_one_at_a_time() -> None:
     limits = KeyLimits(processes=4)
     requests = Requests(limits, tokens_per_minute=1000)
@@ -413,7 +432,7 @@ async def test_the_end_frees_what_is_left() -> None:
     requests.ask()
     far.answers.put_nowait(granted([Line("k", 0, 0, 9, 0, [], [1])]))
     await limits.tell()
-    far.answers.put_nowait(Reply(1.0, 1, [[0]]))
+    far.answers.put_nowait(Reply(1.0, 1, [[0, 0, 0]]))
     await limits.end()
     assert far.last
     assert far.dropped == 1

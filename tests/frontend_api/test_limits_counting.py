@@ -132,7 +132,7 @@ class Twice:
                 window.add(int(now), 1, tokens)
                 held += 1
             found += [bound.value, wait, window.requests, window.tokens]
-        return [window.last, *found]
+        return [window.last, window.requests, window.tokens, *found]
 
 
 BATCHES = st.lists(
@@ -171,7 +171,7 @@ def line(key: str = "k", *, requests: int = 0, held_max: int = 0, held: int = 0,
 
 async def bounds(router: RedisCounter, *lines: Line) -> list[list[Bound]]:
     reply = await router.ask(list(lines))
-    return [[Bound(int(bound)) for bound in found[1::4]] for found in reply.lines]
+    return [[Bound(int(bound)) for bound in found[3::4]] for found in reply.lines]
 
 
 async def test_requests_at_a_time_over_routers(client: redis.Redis) -> None:
