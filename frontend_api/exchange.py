@@ -17,8 +17,8 @@ from frontend_api import charges, explain, flow, lanes, openai, ratelimits
 from frontend_api.account import Account
 from frontend_api.decisions import Kept
 from frontend_api.evidence import Cache, Prompt, Standing
+from frontend_api.keyuse import Hold
 from frontend_api.legs import AnswerLeg, PrefillLeg
-from frontend_api.limits import Hold
 from frontend_api.openai import Ask, Endpoint, Problem
 from frontend_api.ratelimits import Refusal
 from frontend_api.reading import Request

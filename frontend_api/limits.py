@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from enum import Enum
 from time import time
 from typing import Protocol
 
@@ -20,10 +19,10 @@ from redis.exceptions import RedisError
 
 from controlplane.fleet.wire import SnapshotKey
 from frontend_api import ratelimits
-from frontend_api.charges import Estimate
 from frontend_api.counter import LEASE, Line, Reply
+from frontend_api.keyuse import Hold, Sent, State, Use
 from frontend_api.ratelimits import Refusal, Standing
-from frontend_api.windows import SPAN, Bound, Caps, Judged, Window
+from frontend_api.windows import SPAN, Bound, Judged
 
 log = logging.getLogger(__name__)
 
@@ -46,102 +45,6 @@ class Counter(Protocol):
     async def drop(self) -> None: ...
 
 
-class _State(Enum):
-    WAITING = 0
-    HELD = 1
-    OVER = 2
-
-
-class Hold:
-    """One request of a limited key. `answered` is called once: with None when it may go on, else with what it ran into;
-    never after it was settled."""
-
-    __slots__ = ("_use", "answered", "at", "estimate", "headers", "key", "second", "state", "tokens")
-
-    _use: _Use
-
-    def __init__(self, key: SnapshotKey, estimate: Estimate, answered: Callable[[Refusal | None], None]) -> None:
-        self.key = key
-        self.estimate = estimate
-        self.tokens = estimate.within(key.tokens_per_minute)
-        """Reserved."""
-        self.answered = answered
-        self.headers = b""
-        """For the client, once answered."""
-        self.state = _State.WAITING
-        self.second = 0
-        """Under which it is counted."""
-        self.at = 0.0
-        """Loop time at which it began to wait."""
-
-
-class _Use:
-    """What this process knows of one key."""
-
-    __slots__ = ("caps", "held", "key", "last_heard", "owed", "since", "waiting", "window")
-
-    def __init__(self) -> None:
-        self.key: SnapshotKey | None = None
-        self.caps = Caps(0, 0, 0)
-        self.window = Window()
-        """What this process granted."""
-        self.held = 0
-        """Its requests in motion."""
-        self.owed: dict[int, tuple[int, int]] = {}
-        """By second: requests and tokens that the counter is still to be told of."""
-        self.waiting: list[Hold] = []
-        self.last_heard = (0.0, 0, 0)
-        """When the counter last spoke of the key, and what all routers had used by then."""
-        self.since = (0, 0)
-        """Requests and tokens granted without the counter after that."""
-
-    def heard(self, now: float, requests: float, tokens: float) -> None:
-        self.last_heard = now, int(requests), int(tokens)
-        self.since = 0, 0
-
-    def spare(self, share: int, tokens: int, now: float) -> Judged:
-        """Whether this process may take one more of what was left when the counter last spoke, with the others taking theirs."""
-        at, requests_then, tokens_then = self.last_heard
-        wait = at + SPAN + 1 - now
-        if wait > 0:
-            requests, spent = self.since
-            if self.caps.requests and requests + 1 > (self.caps.requests - requests_then) // share:
-                return Judged(Bound.REQUESTS, wait)
-            if self.caps.tokens and spent + tokens > (self.caps.tokens - tokens_then) // share:
-                return Judged(Bound.TOKENS, wait)
-        return Judged(Bound.NONE)
-
-    def follow(self, key: SnapshotKey) -> None:
-        if key is not self.key:
-            self.key = key
-            self.caps = Caps(key.requests_per_minute or 0, key.tokens_per_minute or 0, key.concurrency or 0)
-
-    def owe(self, second: int, requests: int, tokens: int) -> None:
-        before = self.owed.get(second, (0, 0))
-        self.owed[second] = before[0] + requests, before[1] + tokens
-
-    @property
-    def idle(self) -> bool:
-        return not (self.held or self.owed or self.waiting or self.window)
-
-
-class _Sent:
-    """What one call took along of a key."""
-
-    __slots__ = ("asks", "owed", "use")
-
-    def __init__(self, use: _Use) -> None:
-        self.use = use
-        self.asks = [hold for hold in use.waiting if hold.state is _State.WAITING]
-        self.owed, use.owed, use.waiting = use.owed, {}, []
-
-    def line(self, oldest: int) -> Line:
-        use = self.use
-        assert use.key is not None
-        owed = [(second, *more) for second, more in self.owed.items() if second >= oldest]
-        return Line(use.key.id, *use.caps, use.held, owed, [hold.tokens for hold in self.asks])
-
-
 class KeyLimits:
     """The limits of one router process. `processes`: that share a limit when nothing better is known."""
 
@@ -159,8 +62,8 @@ class KeyLimits:
         self._patience = patience
         self._refused = refused
         self._fell_back = fell_back
-        self._uses: dict[str, _Use] = {}
-        self._touched: dict[_Use, None] = {}
+        self._uses: dict[str, Use] = {}
+        self._touched: dict[Use, None] = {}
         """Keys that the counter is to hear of."""
         self._wanted = asyncio.Event()
         self._soon: asyncio.TimerHandle | None = None
@@ -175,11 +78,11 @@ class KeyLimits:
 
     def reserve(self, hold: Hold) -> None:
         """Ask for room. The answer comes at once or later."""
-        use = hold._use = self._use(hold.key)
+        use = hold.use = self._use(hold.key)
         caps = use.caps
         if caps.tokens and hold.tokens > caps.tokens:  # it can never pass: the counter is not asked
             use.window.slide(self._now())
-            self._answer(hold, Judged(Bound.TOKENS, SPAN + 1.0), self._standing(use))
+            self._answer(hold, Judged(Bound.TOKENS, SPAN + 1.0), use.standing(self._now()))
         elif self._counter is None or self.away:
             self._decide(hold)
         else:
@@ -196,12 +99,12 @@ class KeyLimits:
 
     def settle(self, hold: Hold, tokens: int, *, counts: bool = True) -> None:
         """The request has ended, having cost so many tokens. `counts`: as a request. Whatever comes second does nothing."""
-        state, hold.state = hold.state, _State.OVER
-        if state is _State.HELD:
+        state, hold.state = hold.state, State.OVER
+        if state is State.HELD:
             self._give_back(hold, tokens, counts)
 
     def _give_back(self, hold: Hold, tokens: int, counts: bool) -> None:
-        use = hold._use
+        use = hold.use
         use.held -= 1
         more = tokens - hold.tokens
         if more < 0 or not counts:
@@ -214,7 +117,7 @@ class KeyLimits:
 
     def _decide(self, hold: Hold) -> None:
         """Without the counter: by this process's share."""
-        use, now = hold._use, self._now()
+        use, now = hold.use, self._now()
         caps = use.caps.share(self._share())
         # One that is larger than a share passes when nothing else is in the window: else it could not until Redis is back.
         tokens = min(hold.tokens, caps.tokens) if caps.tokens else hold.tokens
@@ -228,21 +131,21 @@ class KeyLimits:
             self._touch(use)
         if self._counter is not None:
             self._fell_back()
-        self._answer(hold, judged, self._standing(use))
+        self._answer(hold, judged, use.standing(self._now()))
 
     def _answer(self, hold: Hold, judged: Judged, standing: Standing) -> None:
-        use = hold._use
+        use = hold.use
         if judged.bound is Bound.NONE:
             use.held += 1
-            if hold.state is _State.OVER:  # its client left meanwhile
+            if hold.state is State.OVER:  # its client left meanwhile
                 self._give_back(hold, 0, counts=False)
                 return
-            hold.state = _State.HELD
+            hold.state = State.HELD
             refusal = None
         else:
-            if hold.state is _State.OVER:
+            if hold.state is State.OVER:
                 return
-            hold.state = _State.OVER
+            hold.state = State.OVER
             self._refused(judged.bound)
             used = {Bound.REQUESTS: standing.requests, Bound.TOKENS: standing.tokens}.get(judged.bound, use.caps[2])
             refusal = Refusal(judged.bound, judged.wait, used, hold.tokens if judged.bound is Bound.TOKENS else 1)
@@ -252,19 +155,15 @@ class KeyLimits:
         except Exception:
             log.exception("defect in the router")
 
-    def _standing(self, use: _Use) -> Standing:
-        window = use.window
-        return Standing(window.requests, window.tokens, window.last + SPAN + 1 - self._now() if window else 0.0)
-
-    def _count(self, use: _Use, second: int, requests: int, tokens: int) -> None:
+    def _count(self, use: Use, second: int, requests: int, tokens: int) -> None:
         use.window.add(second, requests, tokens)
         if self._counter is not None and (use.caps.requests or use.caps.tokens):
             use.owe(second, requests, tokens)
 
-    def _use(self, key: SnapshotKey) -> _Use:
+    def _use(self, key: SnapshotKey) -> Use:
         use = self._uses.get(key.id)
         if use is None:
-            use = self._uses[key.id] = _Use()
+            use = self._uses[key.id] = Use()
         use.follow(key)
         return use
 
@@ -276,7 +175,7 @@ class KeyLimits:
 
     # ---- the counter
 
-    def _touch(self, use: _Use) -> None:
+    def _touch(self, use: Use) -> None:
         """There is something to tell of the key, and nobody waits for it."""
         if self._counter is not None:
             self._touched[use] = None
@@ -316,7 +215,7 @@ class KeyLimits:
         if self._soon is not None:
             self._soon.cancel()
             self._soon = None
-        sent = [_Sent(use) for use in self._touched]
+        sent = [Sent(use) for use in self._touched]
         self._touched = {}
         oldest = int(self._now()) - SPAN
         began = [hold.at for part in sent for hold in part.asks]
@@ -332,7 +231,7 @@ class KeyLimits:
             self._call = None
             self._succeeded(sent, reply)
 
-    def _succeeded(self, sent: list[_Sent], reply: Reply) -> None:
+    def _succeeded(self, sent: list[Sent], reply: Reply) -> None:
         if self.away:
             log.warning("Redis is back: limits are counted there again.")
             self.away = False
@@ -349,7 +248,7 @@ class KeyLimits:
                     part.use.window.add(second, 1, hold.tokens)
                 self._answer(hold, judged, Standing(int(requests), int(tokens), last + SPAN + 1 - reply.now))
 
-    async def _failed(self, sent: list[_Sent], error: Exception) -> None:
+    async def _failed(self, sent: list[Sent], error: Exception) -> None:
         assert self._counter is not None
         if not self.away:
             log.warning(
@@ -372,7 +271,7 @@ class KeyLimits:
             waiting += use.waiting
             use.waiting = []
         for hold in waiting:
-            if hold.state is _State.WAITING:
+            if hold.state is State.WAITING:
                 self._decide(hold)
         await self._counter.drop()
 

@@ -16,7 +16,8 @@ from controlplane.fleet.model import Role
 from controlplane.fleet.wire import SnapshotKey
 from frontend_api.charges import Estimate
 from frontend_api.counter import Line, Reply
-from frontend_api.limits import Hold, KeyLimits
+from frontend_api.keyuse import Hold
+from frontend_api.limits import KeyLimits
 from frontend_api.ratelimits import Refusal
 from frontend_api.windows import Bound
 from tests.frontend_api.client import PROMPT, Client, ask
