@@ -42,12 +42,11 @@ FLUSH_SECONDS = 0.25
 PROBE_SECONDS = 1.0
 
 _APPEND = """
-for i = 2, #ARGV do
-  redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], '*', 'r', ARGV[i])
+for record in string.gmatch(ARGV[2], '[^\\n]+') do
+  redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], '*', 'r', record)
 end
-return #ARGV - 1
 """
-"""One command for a whole batch: a tenth of the cost of a pipeline in this process."""
+"""One command and one argument for a whole batch, a record a line: a fraction of a pipeline's cost in this process."""
 
 
 def connect(url: str) -> redis.Redis:
@@ -162,7 +161,9 @@ class Reporter:
         while records := self._telemetry.batch():
             written = False
             try:
-                await cast(Awaitable[int], self._client.eval(_APPEND, 1, REQUESTS_STREAM, REQUESTS_MAXLEN, *records))
+                await cast(
+                    Awaitable[int], self._client.eval(_APPEND, 1, REQUESTS_STREAM, REQUESTS_MAXLEN, b"\n".join(records))
+                )
                 written = True
             except (RedisError, OSError):
                 return
