@@ -164,4 +164,5 @@ class Account:
             e2e=now - self.received_at,
             overhead_us=self.overhead_us,
             queue_seconds=self.queue_seconds,
+            stranded=trace.stranded,
         )

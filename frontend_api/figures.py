@@ -67,6 +67,10 @@ COUNTERS: dict[str, Metric] = {
     "decisions_total": Metric(
         ("deployment", "reason"), "Routing choices by the reason of the last one of each request."
     ),
+    "stranded_total": Metric(
+        ("deployment",),
+        "Prompts whose KV a prefill engine keeps until its lease ends, as no answer came of it: refused, tried again, aborted.",
+    ),
     "fallbacks_total": Metric(
         ("deployment", "cause"), "Requests that should have been disaggregated and were not, by cause."
     ),
@@ -83,7 +87,8 @@ COUNTERS: dict[str, Metric] = {
     ),
     "token_checks_total": Metric(
         ("deployment", "outcome"),
-        "Comparisons of the router's token ids with an engine's /tokenize: same, mismatch, unanswered.",
+        "Comparisons of the router's token ids with an engine's /tokenize: same, mismatch, unanswered. miscount: an "
+        "answer whose count of prompt tokens was not the router's.",
     ),
     "refused_total": Metric(("status",), "Requests refused before a model was looked up: keys, grammar, sizes, paths."),
     "limit_refusals_total": Metric(

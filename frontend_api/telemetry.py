@@ -72,6 +72,7 @@ class Telemetry:
         self._requests = counters["requests_total"]
         self._decisions = counters["decisions_total"]
         self._fallbacks = counters["fallbacks_total"]
+        self._stranded = counters["stranded_total"]
         self._tokens = counters["tokens_total"]
         self._kv_events = counters["kv_events_total"]
         self._kv_seen: dict[str, tuple[Cache, Counter[str]]] = {}
@@ -96,6 +97,8 @@ class Telemetry:
             self._decisions[deployment, record.reason] += 1
         if record.fallback:
             self._fallbacks[deployment, record.fallback_cause] += 1
+        if record.stranded:
+            self._stranded[(deployment,)] += record.stranded
         if record.prompt_tokens:
             self._tokens[deployment, "prompt"] += record.prompt_tokens
         if record.output_tokens:

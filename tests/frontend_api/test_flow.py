@@ -29,6 +29,7 @@ from frontend_api.flow import (
     serve,
 )
 from frontend_api.openai import Problem
+from frontend_api.rates import USUAL_STEP
 from frontend_api.routing import Reason
 from frontend_api.upstream import Broken
 from frontend_api.view import Deployment, Engine, Health
@@ -89,6 +90,7 @@ def walk(
         if step is None:
             outcome = Ended()
             continue
+        assert isinstance(step, Prefill | Decode)
         with_kv = "+kv" if isinstance(step, Decode) and step.params else ""
         legs.append(step.engine.id + with_kv + ("!" if step.fresh else ""))
         assert load(deployment).get(step.engine.id) == 1, "load is counted before the leg begins"
@@ -231,6 +233,96 @@ def test_what_is_computed_no_longer_waits_and_teaches_the_engines_pace() -> None
         assert (deployment.aggregated[0].read.measured == 1) is learned, (
             "the time of a whole answer is not its prompt's"
         )
+        flow.close()
+
+
+def test_the_first_token_of_decode_teaches_the_pace_of_transfers_and_its_stream_the_step() -> None:
+    for known, token, whole, learned in (
+        (True, True, False, True),
+        (True, False, False, False),  # a stream of responses begins before its first token
+        (True, True, True, False),
+        (False, True, False, False),
+    ):
+        deployment, clock = fleet("p0", "d0"), Clock()
+        (decode,) = deployment.decode
+        flow = serve(deployment, None, Trace(), clock, long_prompt(deployment) if known else None)
+        flow.send(None)
+        flow.send(prefilled(clock))
+        clock.now += 1.0
+        try:
+            assert flow.send(Began(whole=whole, token=token)) is None
+            with pytest.raises(StopIteration):
+                flow.send(Ended(40, 2.0))
+            assert decode.step.own == pytest.approx(0.05)
+        except StopIteration:
+            assert whole
+        assert decode.pull.measured == learned
+        if learned:  # 5,000 tokens are 313 blocks of 16; the first step is no transfer
+            assert decode.pull.own == pytest.approx((1.0 - USUAL_STEP) / 5_008)
+        assert decode.read.measured == 0
+
+
+def test_a_prompt_read_where_it_is_answered_teaches_only_by_its_first_token() -> None:
+    for token in (True, False):
+        deployment, clock = fleet("a0"), Clock()
+        flow = serve(deployment, None, Trace(), clock, long_prompt(deployment))
+        flow.send(None)
+        clock.now += 5.0
+        flow.send(Began(token=token))
+        (engine,) = deployment.aggregated
+        assert (engine.read.measured, engine.queued) == (int(token), 0)
+        with pytest.raises(StopIteration):
+            flow.send(Ended(8, 0.8))
+        assert engine.step.own == pytest.approx(0.1)
+
+
+def test_an_other_routers_prompts_count_for_the_time_a_prompt_took() -> None:
+    deployment, clock = fleet("p0", "d0"), Clock()
+    (prefill,) = deployment.prefill
+    prefill.others_queued = 15_000
+    flow = serve(deployment, None, Trace(), clock, long_prompt(deployment))
+    flow.send(None)
+    clock.now += 2.0
+    flow.send(prefilled(clock))
+    assert prefill.read.own == pytest.approx(2.0 / 20_000)
+    flow.close()
+
+
+@pytest.mark.parametrize(
+    ("script", "stranded"),
+    [
+        ([KV, OK], 0),
+        ([NO_KV, OK], 0),
+        ([KV, says(Replied(400, b""))], 1),
+        ([KV, says(REFUSED), OK], 0),
+        ([KV, says(RESET), KV, OK], 1),
+        ([lambda c: prefilled(c, LEASE_SECONDS), KV, OK], 1),
+    ],
+    ids=["answered", "no params", "decode refuses", "another decode", "prefilled again", "too late"],
+)
+def test_kv_that_nobody_fetched_is_noted(script: list[Any], stranded: int) -> None:
+    _, _, trace = walk(fleet("p0", "d0", "d1"), script)
+    assert trace.stranded == stranded
+
+
+def test_kv_of_a_client_that_left_between_the_legs_is_noted() -> None:
+    deployment, clock, trace = fleet("p0", "d0"), Clock(), Trace()
+    flow = serve(deployment, None, trace, clock)
+    flow.send(None)
+    flow.send(prefilled(clock))
+    flow.close()
+    assert (trace.stranded, load(deployment)) == (1, {})
+
+
+def test_a_session_keeps_its_engines_when_decode_is_tried_again() -> None:
+    deployment, clock = fleet("p0", "p1", "d0", "d1", "d2"), Clock()
+    flow = serve(deployment, None, Trace(), clock, session=b"s")
+    first = flow.send(None)
+    second = flow.send(prefilled(clock))
+    flow.close()
+    for _ in range(3):
+        flow = serve(deployment, None, Trace(), clock, session=b"s")
+        assert (flow.send(None), flow.send(prefilled(clock))) == (first, second)
         flow.close()
 
 

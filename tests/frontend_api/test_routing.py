@@ -129,7 +129,7 @@ def test_every_candidate_is_told_with_its_parts_in_seconds() -> None:
         for c in choice.costs:
             assert c.total == pytest.approx(c.queue + c.compute + c.transfer + c.stalls + c.streams)
         assert (choice.prefill, choice.decode, choice.reason) == (p1, deployment.decode[0], Reason.LOAD_WINS)
-    assert (p0.read.pace, p1.read.pace) == (pytest.approx(0.01), pytest.approx(0.001))
+    assert [p0.read.pace, p1.read.pace] == pytest.approx([0.01, 0.001])
     assert (p0.queued, p0.in_flight) == (0, 0)
 
 
