@@ -71,13 +71,14 @@ def rows_of(engines: Sequence[Engine], prompt: Prompt | None) -> list[Row]:
 class Weighed:
     """A pool weighed for one part of a request. `rows`: of its engines."""
 
-    __slots__ = ("_fetches", "engines", "part", "prompt", "rows", "totals")
+    __slots__ = ("_fetches", "engines", "overlap", "part", "rows", "totals")
 
     def __init__(self, engines: Sequence[Engine], part: Part, rows: Sequence[Row], prompt: Prompt | None) -> None:
         self.engines = engines
         self.part = part
         self.rows = rows
-        self.prompt = prompt
+        self.overlap = prompt.overlap if prompt is not None else None
+        """Tokens of the prompt by engine. Not the prompt itself: costs outlive the request, and its hashes need not."""
         self._fetches: Sequence[float] = ()
         if part is Part.DECODE:
             usual = USUAL_BLOCK_SIZE
@@ -93,7 +94,7 @@ class Weighed:
 
     def costs(self) -> list[Cost]:
         """Each engine's, in the order of the pool."""
-        overlap = self.prompt.overlap if self.prompt is not None else {}
+        overlap = self.overlap or {}
         computes, stalls = self.part is not Part.DECODE, self.part is Part.LOCAL
         told = []
         for at, (engine, (queued, lacking, pace, load, step)) in enumerate(zip(self.engines, self.rows, strict=True)):

@@ -369,7 +369,7 @@ def _pick(weighed: Weighed, asked: _Asked) -> tuple[int, Reason | None]:
 
 def _why(weighed: Weighed, at: int) -> Reason:
     """What the KV has to do with it."""
-    overlap = weighed.prompt.overlap if weighed.prompt is not None else None
+    overlap = weighed.overlap
     if not overlap:
         return Reason.NO_OVERLAP
     lacking = [row[1] for row in weighed.rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from array import array
 from typing import Any
@@ -14,6 +15,7 @@ from controlplane.fleet.model import Role
 from controlplane.fleet.wire import Disaggregate, RoutingMode, RoutingPolicy, SnapshotEngine
 from frontend_api import decisions
 from frontend_api.decisions import Board, Decisions, Kept
+from frontend_api.evidence import Cache, Prompt
 from frontend_api.flow import Trace
 from frontend_api.openai import Endpoint
 from tests.frontend_api.client import PROMPT, Client, Reply, ask
@@ -140,6 +142,10 @@ async def test_every_candidate_with_the_parts_of_its_cost(make_site: MakeSite) -
     assert (again["reason"], again["overlap_tokens"], again["prompt_tokens"]) == ("overlap", 96, 100)
     assert again["prefill"] == first["prefill"]
     assert (again["state"], again["state_because"]["*"][:9]) == ("approximate", "by choice")
+    kept = site.router.decisions._kept[-1]
+    assert not [found for found in gc.get_referents(*kept, *kept.trace.weighed) if isinstance(found, Prompt | Cache)], (
+        "hashes of long prompts and the index of a deployment that is gone would stay"
+    )
     readers = {c["engine"]: c for c in again["candidates"] if c["part"] == "prefill"}
     assert set(readers) == {"p0", "p1"}
     assert {c["engine"] for c in again["candidates"] if c["part"] == "decode"} == {"d"}
