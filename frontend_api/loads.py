@@ -194,8 +194,9 @@ class Loads:
         for sibling in self._siblings:
             values = iter(sibling.loads)
             for at, have, wait in zip(sibling.positions, values, values, strict=False):
-                requests[at] += have
-                tokens[at] += wait
+                if have:  # most have nothing at most engines
+                    requests[at] += have
+                    tokens[at] += wait
         for _, heard in self._abroad.values():
             for name, (have, wait) in heard.items():
                 at = self._labels.get(name, -1)
