@@ -59,6 +59,12 @@ class Tokenization(StrEnum):
     """It was asked in vain, and has never answered."""
 
 
+MISCOUNT = "prompt_tokens_mismatch"
+"""An engine counted other prompt tokens in a request than the router: `/tokenize` does not show all that changes a prompt."""
+MISCOUNT_SECONDS = 600.0
+"""For which that is held against it."""
+
+
 class State(StrEnum):
     """How exact cache-aware routing is for one deployment now."""
 
@@ -150,6 +156,8 @@ class Cache:
         self.mode = deployment.routing.mode
         self.tokenization: dict[Engine, Tokenization] = {}
         """Of the engines that were asked (`tokencheck`)."""
+        self._miscounts: dict[str, float] = {}
+        """By engine id, when it last was so; monotonic."""
         self._engines: tuple[Engine, ...] = ()
         self._sent = Sent(self.index)
         self._left_counts: Counter[str] = Counter()
@@ -167,6 +175,7 @@ class Cache:
             self.awaits_tokens = bool(tokenizer)
             self.no_tokens = LOADING if tokenizer else NO_TOKENIZER
             self.tokenization = {}
+            self._miscounts = {}
         engines = (*deployment.prefill, *deployment.decode, *deployment.aggregated)
         for engine in [e for e, ranks in self.ranks.items() if e not in engines or len(ranks) != e.spec.ranks]:
             self._leave(engine)
@@ -186,6 +195,8 @@ class Cache:
                     rank.capacity = engine.spec.kv_blocks
         self._engines = engines
         self.tokenization = {engine: found for engine, found in self.tokenization.items() if engine in engines}
+        ids = {engine.id for engine in engines}
+        self._miscounts = {engine: at for engine, at in self._miscounts.items() if engine in ids}
 
     def _follow(self, engine: Engine, now: float) -> tuple[Rank, ...]:
         spec, debt = engine.spec, Debt()
@@ -210,6 +221,9 @@ class Cache:
         self._sent.expire(now)
         self.predicted.tick(now)
         self.index.sweep()
+        if self._miscounts:
+            since = now - MISCOUNT_SECONDS
+            self._miscounts = {engine: at for engine, at in self._miscounts.items() if at > since}
 
     def close(self) -> None:
         for engine in list(self.ranks):
@@ -259,6 +273,13 @@ class Cache:
         ranks = self.ranks.get(engine)
         return (ranks[0].block_size if ranks else None) or _block_size(engine)
 
+    def miscounted(self, engine: str, now: float) -> bool:
+        """An engine, by id, counted other prompt tokens than the router had. False: that is known already. `now`: monotonic."""
+        new = engine not in self._miscounts
+        if any(engine == one.id for one in self._engines):
+            self._miscounts[engine] = now
+        return new
+
     def counts(self) -> Counter[str]:
         """What events brought since the start, by kind."""
         counts = self._left_counts + self.index.counts
@@ -272,7 +293,8 @@ class Cache:
             return Standing(State.BLIND, {"*": self.no_tokens})
         standing = self._standing_of_kv()
         found = self.tokenization.items()
-        unequal = {engine.id: why.value for engine, why in found if why is Tokenization.MISMATCH}
+        unequal = dict.fromkeys(self._miscounts, MISCOUNT)
+        unequal |= {engine.id: why.value for engine, why in found if why is Tokenization.MISMATCH}
         unknown = {engine.id: why.value for engine, why in found if why is Tokenization.UNVERIFIED}
         if not unequal and not unknown:
             return standing

@@ -350,7 +350,19 @@ class Exchange:
         stages = account.stages()
         self.router.telemetry.record(record, stages)
         tokens = prompt.tokens if prompt is not None else None
+        counted = account.usage.prompt
+        if tokens is not None and counted is not None and counted != tokens:
+            self._miscounted(tokens, counted)
         self.router.decisions.add(Kept(record, trace, self._deployment, self._standing, tokens, stages))
+
+    def _miscounted(self, tokens: int, counted: int) -> None:
+        """The engine had another number of prompt tokens."""
+        engine, cache = self._trace.decode, self._cache
+        if engine is not None and cache is not None:
+            self.router.telemetry.count_token_check(cache.name, "miscount")
+            if cache.miscounted(engine, monotonic()):
+                text = "%s of %s counted %d prompt tokens in a request to %s; the router had %d."
+                log.warning(text, engine, cache.name, counted, self.endpoint.path, tokens)
 
     def _settle(self, hold: Hold, status: int, result: Result) -> None:
         self._hold = None

@@ -10,6 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from tokenizers import Tokenizer as Raw
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import RoutingMode, RoutingPolicy
-from frontend_api.evidence import Cache, State, Tokenization
+from frontend_api.evidence import MISCOUNT_SECONDS, Cache, State, Tokenization
 from frontend_api.kvlisten import Follower
+from frontend_api.openai import Endpoint
 from frontend_api.tokencheck import EVERY_SECONDS, MISMATCH_SECONDS, UNVERIFIED_AFTER, TokenCheck, mismatches, probes
 from frontend_api.tokens import Tokenizer
 from frontend_api.view import Health
@@ -333,3 +335,46 @@ async def test_a_standin_with_a_models_tokenizer_has_its_ids_and_a_fault_is_seen
         follower.cancel()
         await asyncio.gather(follower, return_exceptions=True)
         await engine.stop()
+
+
+class FixedTokens:
+    marks = ()
+    count = 0
+
+    def at_once(self, endpoint: Endpoint, body: bytes) -> array[int]:
+        return array("I", [5] * self.count)
+
+
+async def test_an_answer_that_counts_other_prompt_tokens_is_held_against_its_engine(
+    make_site: MakeSite, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = await make_site()
+    await site.engine("a0", Role.AGGREGATED)  # it always counts 7
+    site.publish(policy=RoutingPolicy(mode=RoutingMode.KV_APPROXIMATE))
+    cache = site.evidence.of(site.view.deployments["m"])
+    assert cache is not None
+    tokens = cache.tokens = FixedTokens()
+
+    async def chat(ids: int, stream: bool) -> None:
+        tokens.count = ids
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": stream}
+        assert (await ask(site.port, "/v1/chat/completions", body)).status == 200
+        await site.settled()
+
+    for stream in (False, True):
+        await chat(7, stream)
+        assert cache.standing().state is State.APPROXIMATE
+    with caplog.at_level(logging.WARNING):
+        for stream in (False, True):
+            await chat(9, stream)
+            assert cache.standing().state is State.DEGRADED
+    assert cache.standing().reasons["a0"] == "prompt_tokens_mismatch"
+    assert [r.getMessage() for r in caplog.records] == [
+        "a0 of dep counted 7 prompt tokens in a request to /v1/chat/completions; the router had 9."
+    ]
+    text = (await ask(site.port, "/metrics", None)).body.decode()
+    assert 'tandem_router_token_checks_total{deployment="dep",outcome="miscount"} 2' in text
+    cache.tick(monotonic() + MISCOUNT_SECONDS / 2)
+    assert cache.standing().state is State.DEGRADED
+    cache.tick(monotonic() + MISCOUNT_SECONDS + 1)
+    assert cache.standing().state is State.APPROXIMATE
