@@ -88,7 +88,11 @@ class Decision(Struct):
     """As the engine reported them."""
     result: str
     status: int
+    queue_seconds: float | None
+    """Waiting for an engine with room; None: it never had to."""
+    prefill_seconds: float | None
     ttft: float | None
+    e2e: float
     overhead_us: float
     stages_us: dict[str, float]
     weighed: str
@@ -293,7 +297,10 @@ def _decision(kept: Kept, process: int) -> Decision:
         cached_tokens=record.cached_tokens,
         result=record.result,
         status=record.status,
+        queue_seconds=record.queue_seconds,
+        prefill_seconds=record.prefill_seconds,
         ttft=record.ttft,
+        e2e=record.e2e,
         overhead_us=record.overhead_us,
         stages_us=dict(zip(STAGES, kept.stages, strict=False)),
         weighed="then" if trace.weighed else "now",

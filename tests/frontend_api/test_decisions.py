@@ -58,7 +58,9 @@ async def test_each_request_is_told_newest_first(pair: Site) -> None:
         assert (decision["cached_tokens"], decision["overlap_tokens"], decision["prompt_tokens"]) == (2, None, None)
         assert list(decision["stages_us"]) == ["read", "tokenise", "choose", "send"]
         assert sum(decision["stages_us"].values()) == pytest.approx(decision["overhead_us"])
-    assert oldest["ttft"] > 0
+        assert 0 < decision["prefill_seconds"] < decision["e2e"]
+        assert decision["queue_seconds"] is None
+    assert 0 < oldest["ttft"] <= oldest["e2e"]
     assert newest["ttft"] is None
 
 
