@@ -46,7 +46,7 @@ class Hold:
 class Use:
     """What this process knows of one key."""
 
-    __slots__ = ("caps", "held", "key", "last_heard", "owed", "since", "waiting", "window")
+    __slots__ = ("asked", "caps", "held", "key", "last_heard", "owed", "since", "waiting", "window")
 
     def __init__(self) -> None:
         self.key: SnapshotKey | None = None
@@ -58,6 +58,8 @@ class Use:
         self.owed: dict[int, tuple[int, int]] = {}
         """By second: requests and tokens that the counter is still to be told of."""
         self.waiting: list[Hold] = []
+        self.asked = 0
+        """Requests that the counter is being asked about."""
         self.last_heard = (0.0, 0, 0)
         """When the counter last spoke of the key, and what all routers had used by then."""
         self.since = (0, 0)
@@ -95,7 +97,8 @@ class Use:
 
     @property
     def idle(self) -> bool:
-        return not (self.held or self.owed or self.waiting or self.window)
+        """Nothing would be lost by forgetting it."""
+        return not (self.held or self.asked or self.owed or self.waiting or self.window)
 
 
 class Sent:
@@ -106,6 +109,7 @@ class Sent:
     def __init__(self, use: Use) -> None:
         self.use = use
         self.asks = [hold for hold in use.waiting if hold.state is State.WAITING]
+        use.asked = len(self.asks)
         self.owed, use.owed, use.waiting = use.owed, {}, []
 
     def line(self, oldest: int) -> Line:

@@ -196,17 +196,20 @@ class KeyLimits:
             beat.cancel()
 
     async def _beats(self) -> None:
-        """Keep this router's lease, and what it holds, alive: also in a Redis that has lost everything."""
         while True:
-            now = self._now()
-            for name, use in list(self._uses.items()):
-                use.window.slide(now)
-                if use.idle:
-                    del self._uses[name]
-                elif use.held and use.caps.concurrency:
-                    self._touched[use] = None
-            self._wanted.set()
+            self.beat()
             await asyncio.sleep(BEAT_SECONDS)
+
+    def beat(self) -> None:
+        """Keep this router's lease, and what it holds, alive: also in a Redis that has lost everything."""
+        now = self._now()
+        for name, use in list(self._uses.items()):
+            use.window.slide(now)
+            if use.idle and use not in self._touched:
+                del self._uses[name]
+            elif use.held and use.caps.concurrency:
+                self._touched[use] = None
+        self._wanted.set()
 
     async def tell(self, *, last: bool = False) -> None:
         """One call. `last`: this router ends; what it held is free."""
@@ -222,14 +225,20 @@ class KeyLimits:
         now = asyncio.get_running_loop().time()
         ends = max(min(began) + self._patience, now + LEAST_PATIENCE) if began else now + RECONNECT_SECONDS
         try:
-            async with asyncio.timeout_at(ends) as self._call:
-                reply = await self._counter.ask([part.line(oldest) for part in sent], last=last)
+            reply = await self._ask([part.line(oldest) for part in sent], ends, last)
         except (RedisError, OSError, TimeoutError, MsgspecError) as error:
-            self._call = None
-            await self._failed(sent, error)
+            self._failed(sent, error)
+            await self._counter.drop()
         else:
-            self._call = None
             self._succeeded(sent, reply)
+
+    async def _ask(self, lines: list[Line], ends: float, last: bool) -> Reply:
+        assert self._counter is not None
+        try:
+            async with asyncio.timeout_at(ends) as self._call:
+                return await self._counter.ask(lines, last=last)
+        finally:
+            self._call = None
 
     def _succeeded(self, sent: list[Sent], reply: Reply) -> None:
         if self.away:
@@ -240,6 +249,7 @@ class KeyLimits:
         second = int(reply.now)
         for part, (last, requests_now, tokens_now, *answers) in zip(sent, reply.lines, strict=True):
             part.use.heard(reply.now, requests_now, tokens_now)
+            part.use.asked = 0
             for number, hold in enumerate(part.asks):
                 bound, wait, requests, tokens = answers[4 * number : 4 * number + 4]
                 judged = Judged(Bound(int(bound)), wait)
@@ -248,8 +258,7 @@ class KeyLimits:
                     part.use.window.add(second, 1, hold.tokens)
                 self._answer(hold, judged, Standing(int(requests), int(tokens), last + SPAN + 1 - reply.now))
 
-    async def _failed(self, sent: list[Sent], error: Exception) -> None:
-        assert self._counter is not None
+    def _failed(self, sent: list[Sent], error: Exception) -> None:
         if not self.away:
             log.warning(
                 "Redis does not count limits (%s): each router process allows 1/%d of them until it does.",
@@ -259,6 +268,7 @@ class KeyLimits:
             self.away = True
         for part in sent:
             self._touched[part.use] = None
+            part.use.asked = 0
             for second, (requests, tokens) in part.owed.items():
                 # The counter may have heard of it: what is counted twice is refused too early, never granted too much.
                 part.use.owe(second, max(0, requests), max(0, tokens))
@@ -273,7 +283,6 @@ class KeyLimits:
         for hold in waiting:
             if hold.state is State.WAITING:
                 self._decide(hold)
-        await self._counter.drop()
 
     async def end(self) -> None:
         """No request is left: tell the counter the rest. `run` has ended before."""

@@ -418,6 +418,27 @@ async def test_of_what_was_left_when_the_counter_last_spoke_each_takes_its_part(
     assert (refusal.bound, 59 < refusal.wait <= 61) == (Bound.REQUESTS, True)
 
 
+async def test_a_beat_tells_again_what_is_held_and_forgets_only_what_is_over() -> None:
+    far = Far()
+    limits = KeyLimits(far)
+    requests = Requests(limits, concurrency=3)
+    requests.ask()
+    task = asyncio.create_task(limits.tell())
+    await until(lambda: len(far.calls) == 1)
+    limits.beat()  # while the counter is asked
+    far.answers.put_nowait(granted(far.calls[0]))
+    await task
+    assert requests.answers == [None]
+    limits.beat()
+    far.answers.put_nowait(Reply(1_700_000_001.0, 1, [[0, 0, 0]]))
+    await limits.tell()
+    assert far.calls[-1] == [Line("k", 0, 0, 3, 1, [], [])]
+    limits._uses["k"].window.slide(2e9)
+    limits._uses["k"].held = 0
+    limits.beat()
+    assert not limits._uses
+
+
 async def test_requests_larger_than_a_share_pass_one_at_a_time() -> None:
     limits = KeyLimits(processes=4)
     requests = Requests(limits, tokens_per_minute=1000)
