@@ -51,6 +51,7 @@ ENDPOINTS = {
         Endpoint("/v1/completions", Shape.TEXT, counts_if_asked=True),
         Endpoint("/v1/responses", Shape.RESPONSES),
         Endpoint("/v1/messages", Shape.MESSAGES),
+        Endpoint("/v1/messages/count_tokens", Shape.PLAIN),
         Endpoint("/v1/embeddings", Shape.PLAIN),
         Endpoint("/tokenize", Shape.PLAIN),
     )

@@ -222,6 +222,12 @@ def test_messages(claude: Callable[[str], anthropic.Anthropic], url: str, case: 
     assert whole.stop_reason == {"plain": "max_tokens", "to its end": "end_turn"}.get(case, whole.stop_reason)
 
 
+def test_tokens_are_counted(claude: Callable[[str], anthropic.Anthropic], urls: dict[str, str], url: str) -> None:
+    body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": TEXT}], "system": "Be brief."}
+    counted, expected = (claude(at).messages.count_tokens(**body).input_tokens for at in (url, urls["aggregated"]))
+    assert counted == expected > 0
+
+
 # ---- what goes wrong
 
 

@@ -35,9 +35,9 @@ from workers.sim.http import (
     no_route,
     unless_gone,
 )
-from workers.sim.messages import Messages
+from workers.sim.messages import Messages, count_tokens
 from workers.sim.model_tokens import chat_text, ids, strings
-from workers.sim.requests import Carried, Json, TokenizeRequest, parse
+from workers.sim.requests import Carried, CountRequest, Json, TokenizeRequest, parse
 from workers.sim.responses import Responses
 from workers.sim.settings import VERSION, Settings
 
@@ -94,6 +94,7 @@ class App:
             "/v1/completions": lambda exchange: self._generate(exchange, Completion.read),
             "/v1/responses": lambda exchange: self._generate(exchange, Responses.read),
             "/v1/messages": lambda exchange: self._generate(exchange, Messages.read),
+            "/v1/messages/count_tokens": self._count_tokens,
             "/tokenize": self._tokenize,
             "/sim/reset_prefix_cache": self._reset_prefix_cache,
             "/sim/faults": self._set_faults,
@@ -199,6 +200,11 @@ class App:
                 "token_strs": strings(text, self._settings, special=special) if request.return_token_strs else None,
             }
         )
+
+    async def _count_tokens(self, exchange: Exchange) -> None:
+        request = parse(await exchange.body(), CountRequest)
+        self._check_model(request.model)
+        await exchange.json({"input_tokens": count_tokens(request, self._settings)})
 
     # --- faults ------------------------------------------------------------------------------------------------
 

@@ -9,12 +9,13 @@ import msgspec
 from workers.sim.chat import Chat, tool_call_id
 from workers.sim.generation import Choice, Generation, Usage
 from workers.sim.http import ApiError, named_event
-from workers.sim.requests import ChatRequest, Json, MessagesRequest, parse
+from workers.sim.model_tokens import chat_text, ids
+from workers.sim.requests import ChatRequest, CountRequest, Json, MessagesRequest, parse
 from workers.sim.settings import Settings
 from workers.sim.text import content_text
 
 
-def chat_messages(request: MessagesRequest) -> list[Json]:
+def chat_messages(request: CountRequest) -> list[Json]:
     """The conversation in chat form. Tool results become messages of role `tool`, tool uses become calls."""
     messages: list[Json] = []
     if request.system:
@@ -33,7 +34,7 @@ def chat_messages(request: MessagesRequest) -> list[Json]:
     return messages
 
 
-def chat_tools(request: MessagesRequest) -> tuple[list[Json] | None, str | Json | None]:
+def chat_tools(request: CountRequest) -> tuple[list[Json] | None, str | Json | None]:
     """Tools and tool choice in chat form."""
     tools: list[Json] = [
         {"type": "function", "function": {"name": tool.get("name"), "parameters": tool.get("input_schema")}}
@@ -54,6 +55,11 @@ def usage_of(usage: Usage) -> Json:
         "cache_creation_input_tokens": written,
         "cache_read_input_tokens": read,
     }
+
+
+def count_tokens(request: CountRequest, settings: Settings) -> int:
+    """The tokens of a message's prompt."""
+    return len(ids(chat_text(chat_messages(request), chat_tools(request)[0], settings), settings, special=False))
 
 
 class Messages:

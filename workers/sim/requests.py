@@ -75,18 +75,23 @@ class CompletionRequest(Common, kw_only=True):
     echo: bool | None = False
 
 
-class MessagesRequest(Struct, kw_only=True):
-    """Anthropic's Messages API."""
+class CountRequest(Struct, kw_only=True):
+    """What decides the prompt of Anthropic's Messages API."""
 
     model: str
     messages: list[Json]
-    max_tokens: Positive
-    stream: bool | None = False
     system: str | list[Json] | None = None
-    stop_sequences: list[str] | None = None
-    temperature: float | None = None
     tools: list[Json] | None = None
     tool_choice: Json | None = None
+
+
+class MessagesRequest(CountRequest, kw_only=True):
+    """Anthropic's Messages API."""
+
+    max_tokens: Positive
+    stream: bool | None = False
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     kv_transfer_params: Json | None = None
 
