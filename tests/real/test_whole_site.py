@@ -47,7 +47,10 @@ def test_ready_engines_have_proved_a_transfer_and_answer_disaggregated(tandem: S
 
 
 def test_the_same_prefix_goes_where_its_kv_lies(tandem: Site) -> None:
-    assert tandem.api.patch("/deployments/demo", json={"routing": {"mode": "kv"}}).status_code == 200
+    assert (
+        tandem.api.patch("/deployments/demo", json={"routing": {"mode": "kv", "disaggregate": "always"}}).status_code
+        == 200
+    )
     text = "The river rises in the hills and turns east before it meets the sea. " * 12 + "What is this text about?"
 
     def known() -> dict[str, str]:
