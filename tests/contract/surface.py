@@ -277,3 +277,9 @@ def check_metric_names(pair: EnginePair) -> None:
         assert names >= e.SERIES
         for histogram in e.HISTOGRAMS:
             assert {f"{histogram}_sum", f"{histogram}_count", f'{histogram}_bucket{{le="+Inf"}}'} <= names
+
+
+def check_count_tokens(pair: EnginePair) -> None:
+    body = chat(pair)
+    counted = pair.ok(pair.decode_url, MESSAGES + "/count_tokens", {k: body[k] for k in ("model", "messages")})
+    assert counted["input_tokens"] == pair.ok(pair.decode_url, CHAT, body)["usage"]["prompt_tokens"]
