@@ -105,6 +105,11 @@ GAUGES: dict[str, Metric] = {
     "in_flight": Metric(
         ("engine", "role"), "Requests now at an engine; at a prefill engine until decode's first byte."
     ),
+    "engine_overloaded": Metric(
+        ("engine",),
+        "1: it answered lately that it has too much to do, and is used where no other can serve.",
+        alike=True,
+    ),
     "engine_down": Metric(("engine",), "1: the last connection to the engine failed.", alike=True),
     "kv_state": Metric(
         ("deployment", "state"),

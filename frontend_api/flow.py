@@ -234,10 +234,10 @@ def serve(
     legs = strikes = 0
     while legs < MAX_LEGS and strikes < MAX_STRIKES:
         if queued:
+            trace.reason = Reason.ENGINES_FULL.value
             told = yield Wait(alone is not None)
             if not isinstance(told, Room):
                 assert isinstance(told, NoRoom)
-                trace.reason = Reason.ENGINES_FULL.value
                 return Problem(429, "engines_busy", told.message, None, RETRY_AFTER)
             if told.deployment is None:
                 trace.reason = Reason.NO_ENGINE.value

@@ -208,6 +208,7 @@ class Telemetry:
             gauge.clear()
         for engine in view.engines():
             gauges["in_flight"][engine.id, engine.spec.role] = engine.in_flight
+            gauges["engine_overloaded"][engine.id,] = int(engine.health is Health.OVERLOADED)
             gauges["engine_down"][engine.id,] = int(engine.health is Health.DOWN)
         for cache in evidence.caches.values():
             name = cache.name

@@ -222,6 +222,7 @@ async def test_an_overloaded_engine_is_left_alone_for_a_while(
     ]  # more than two may be overloaded
     first = next(e for e in site.view.engines() if e.id == "a0")
     assert first.health is Health.OVERLOADED
+    assert b'tandem_router_engine_overloaded{engine="a0"} 1' in (await ask(site.port, "/metrics")).body
     now = asyncio.get_running_loop().time()
     assert pause - 1 < first.retry_at - now <= pause
     site.router.sweep(first.retry_at - 0.001)

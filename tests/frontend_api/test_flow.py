@@ -20,14 +20,18 @@ from frontend_api.flow import (
     Decode,
     Ended,
     Lost,
+    NoRoom,
     Outcome,
     PassOn,
     Prefill,
     Prefilled,
     Replied,
+    Room,
     Trace,
+    Wait,
     serve,
 )
+from frontend_api.loads import Loads
 from frontend_api.openai import Problem
 from frontend_api.rates import USUAL_STEP
 from frontend_api.routing import Reason
@@ -327,6 +331,65 @@ def test_a_session_keeps_its_engines_when_decode_is_tried_again() -> None:
 
 
 OUTCOMES = st.sampled_from(["began", "kv", "nokv", "refused", "reset", "stale", "400", "500", "401", "silent", "close"])
+
+
+@given(
+    st.sampled_from([("a0",), ("a0", "a1"), ("p0", "d0"), ("p0", "p1", "d0", "d1"), ("d0",)]),
+    st.lists(
+        st.sampled_from(["full", "room", "began", "kv", "refused", "reset", "500", "429", "no room", "gone"]),
+        max_size=16,
+    ),
+    st.booleans(),
+)
+def test_whoever_waits_holds_nothing_and_no_engine_gets_more_than_it_may(
+    engines: tuple[str, ...], script: list[str], queued: bool
+) -> None:
+    """Others come and go: `full` fills all engines to their limit, `room` empties them."""
+    deployment, clock, trace = fleet(*engines, policy=RoutingPolicy(max_in_flight=2)), Clock(), Trace()
+    members = (*deployment.prefill, *deployment.decode, *deployment.aggregated)
+    flow = serve(deployment, None, trace, clock, loads=Loads(), queued=queued)
+    outcome: Outcome = None
+    script = script[:]
+    try:
+        step = flow.send(None)
+        assert isinstance(step, Wait) is queued
+        while True:
+            word = script.pop(0) if script else "close"
+            if word in ("full", "room"):
+                for engine in members:
+                    engine.others = 2 - engine.in_flight if word == "full" else 0
+                continue
+            if word == "close":
+                flow.close()
+                break
+            if step is None:
+                outcome = Ended()
+            elif isinstance(step, Wait):
+                assert load(deployment) == {}
+                gone = Room(None, None) if word == "gone" else Room(deployment, None)
+                outcome = NoRoom("") if word == "no room" else gone
+            else:
+                assert all(engine.load <= 2 for engine in members)
+                good: Outcome = prefilled(clock) if isinstance(step, Prefill) else Began()
+                outcome = {
+                    "refused": REFUSED, "reset": RESET, "500": Replied(500, b""), "429": Replied(429, b"", 3.0),
+                }.get(word, good)  # fmt: skip
+            step = flow.send(outcome)
+    except StopIteration:
+        pass
+    assert load(deployment) == {}
+
+
+def test_an_overloaded_engine_is_no_strike_and_its_refusal_is_passed_on_with_its_time() -> None:
+    busy = says(Replied(503, b"", 7.0))
+    legs, end, _ = walk(fleet("a0", "a1", "a2", "a3"), [busy, busy, busy, OK])
+    assert legs == ["a0", "a1", "a2", "a3"]
+    assert end is None
+    for asked, told in ((None, 1), (0.0, 1), (7.0, 7), (1e9, 30)):
+        deployment = fleet("a0")
+        _, end, _ = walk(deployment, [says(Replied(429, b"x", asked))])
+        assert end == PassOn(429, b"x", told)
+        assert deployment.aggregated[0].health is Health.OVERLOADED
 
 
 @given(

@@ -292,6 +292,37 @@ async def test_redis_goes_while_requests_run_and_comes_back(run: Run, engine: Sc
         await asyncio.to_thread(server.stop)
 
 
+@pytest.mark.parametrize("processes", [2, 4])
+async def test_real_routers_do_not_herd(run: Run, tmp_path: Path, processes: int) -> None:
+    """Case dyn-A22. Alone, each process would begin with the same engine: one request after the other, and a burst."""
+    go_on = asyncio.Event()
+
+    async def later(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        await go_on.wait()
+        await answer_well(heard, writer)
+
+    engines = [await ScriptedEngine(later).start() for _ in range(4)]
+    urls = [engine.url for engine in engines]
+    program = await run("--no-auth", "--model", "m", "--aggregated", *urls, "--processes", str(processes))
+    counts = lambda: [len(engine.heard) for engine in engines]  # noqa: E731
+    async with AsyncExitStack() as stack:
+        for number in range(8):
+            client = await stack.enter_async_context(Client(program.port))
+            client.post(CHAT, PROMPT)
+            await until(lambda: sum(counts()) == number + 1)  # noqa: B023 - awaited here
+        assert counts() == [2] * 4
+        burst = [await stack.enter_async_context(Client(program.port)) for _ in range(440)]
+        for client in burst:
+            client.post(CHAT, PROMPT)
+        await until(lambda: sum(counts()) == 448)
+        assert max(counts()) - min(counts()) <= 32
+        go_on.set()
+        for client in burst:
+            assert (await client.reply()).status == 200
+    for engine in engines:
+        await engine.stop()
+
+
 async def test_loads_and_limits_are_one_for_all_processes(run: Run, engine: ScriptedEngine, tmp_path: Path) -> None:
     """Four processes, two engines: as many requests at each, never more than the limit, and after the burst none waits."""
     second = await ScriptedEngine().start()

@@ -174,7 +174,7 @@ async def test_a_client_that_leaves_leaves_the_line_at_once(make_site: MakeSite)
     await site.settled()
     aborted = next(r for r in site.telemetry.records if r.result is Result.ABORTED)
     assert aborted.queue_seconds is not None
-    assert aborted.decode is None
+    assert (aborted.decode, aborted.reason) == (None, "engines-full")
 
 
 async def test_those_who_need_another_pool_pass(make_site: MakeSite) -> None:
