@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import httpx
+
 from tests.flows.load import KINDS, Load
 from tests.flows.site import Site
 
@@ -15,6 +17,30 @@ def test_deploy_answers_disaggregated(site: Site) -> None:
     assert reply["choices"][0]["message"]["content"]
     assert reply["headers"]["x-tandem-prefill"]
     assert reply["headers"]["x-tandem-decode"]
+
+
+def test_a_keys_limits_and_secrets_reach_the_router_and_its_use_comes_back(site: Site) -> None:
+    made = site.api.post("/keys", json={"name": "small", "scope": "inference", "requests_per_minute": 2}).json()
+    key = made["id"]
+
+    def post(secret: str) -> httpx.Response:
+        body = {"model": "demo", "messages": [{"role": "user", "content": "Hello."}], "max_tokens": 4}
+        return httpx.post(
+            f"{site.openai_url}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {secret}"}
+        )
+
+    site.until(lambda: post(made["key"]).status_code == 200, "the router knows the key")
+    rotated = site.api.post(f"/keys/{key}/rotate", json={"overlap_seconds": 600}).json()
+    site.until(lambda: post(rotated["key"]).status_code != 401, "the router knows the new secret")
+    answers = [post(secret) for secret in (made["key"], rotated["key"])]
+    assert [answer.status_code for answer in answers] == [429, 429]
+    assert {answer.headers["x-ratelimit-limit-requests"] for answer in answers} == {"2"}
+    site.api.patch(f"/keys/{key}", json={"requests_per_minute": 100, "concurrency": 5}).raise_for_status()
+    site.until(lambda: post(made["key"]).status_code == 200, "the router knows the new limits")
+    used = site.until(lambda: site.api.get(f"/keys/{key}").json()["last_used_at"], "the control plane knows of its use")
+    assert used
+    site.api.delete(f"/keys/{key}").raise_for_status()
+    site.until(lambda: {post(s["key"]).status_code for s in (made, rotated)} == {401}, "neither secret works")
 
 
 def test_scaling_up_and_down_under_load_loses_nothing(site: Site) -> None:
