@@ -110,7 +110,8 @@ def limit_key(*, actor: Actor, key_id: str, changes: Mapping[str, int | None]) -
 @transaction.atomic
 def rotate_key(*, actor: Actor, key_id: str, overlap_seconds: int = OVERLAP) -> tuple[ApiKey, str]:
     """A new secret for the same key: its id, name, models, limits and use stay. The old secret works for `overlap_seconds`
-    more (0: ends at once), and counts as the same key. Returns the key and its new text, which cannot be had again.
+    more, and counts as the same key; 0 ends it at once, and with it all that earlier rotations let work on. Returns the key
+    and its new text, which cannot be had again.
 
     Raises `Forbidden`, `NotFound`, `Conflict` for a revoked or expired key, or `InvalidInput`.
     """
@@ -121,8 +122,8 @@ def rotate_key(*, actor: Actor, key_id: str, overlap_seconds: int = OVERLAP) -> 
     now = timezone.now()
     if key.expires_at is not None and key.expires_at <= now:
         raise Conflict(f"key {key_id} expired at {key.expires_at:%F %T} UTC; make a new one")
-    key.retired.filter(works_until__lte=now).delete()
     until = now + timedelta(seconds=overlap_seconds)
+    (key.retired.filter(works_until__lte=now) if overlap_seconds else key.retired).all().delete()
     if overlap_seconds:
         RetiredSecret.objects.create(key=key, digest=key.digest, works_until=until)
     text = _new_text(key.id)

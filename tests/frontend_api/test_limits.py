@@ -4,9 +4,11 @@ when the counter is slow, away or back."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter as Tally
 from hashlib import sha256
+from random import Random
 from typing import Any
 
 import pytest
@@ -245,6 +247,34 @@ async def test_many_at_once_never_pass_the_limit_together(site: Site) -> None:
     assert Tally([(await task).status for task in tasks]) == {200: 4, 429: 16}
     await site.settled()
     assert use(site)[2] == 0
+
+
+async def test_whatever_happens_nothing_stays_held(site: Site) -> None:
+    """Engines that answer, break, refuse or never speak, and clients that leave at any moment."""
+    limit(site, requests_per_minute=10_000, tokens_per_minute=10_000_000, concurrency=10_000)
+    chance = Random(7)
+    kinds = [answer_well, cut, hang_up, fail, refuse, countless, never]
+
+    async def any_of_them(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        await chance.choice(kinds)(heard, writer)
+
+    site.engines["a"].answer = any_of_them
+
+    async def one() -> None:
+        async with Client(site.port) as client:
+            body = {**PROMPT, "max_tokens": 9, "stream": chance.random() < 0.5}
+            client.post(CHAT, body, Authorization=f"Bearer {SECRET}")
+            with contextlib.suppress(TimeoutError, asyncio.IncompleteReadError, ConnectionError):
+                async with asyncio.timeout(chance.choice([0.001, 0.01, 0.05])):
+                    await client.reply()
+
+    for _ in range(10):
+        await asyncio.gather(*(one() for _ in range(30)))
+    await site.settled()
+    requests, tokens, held = use(site)
+    assert held == 0
+    assert 0 < requests <= 300
+    assert 0 < tokens <= requests * 100
 
 
 # ---- the counter elsewhere

@@ -133,8 +133,10 @@ def test_a_rotated_key_keeps_everything_but_its_secret() -> None:
 @db
 def test_an_overlap_of_nothing_ends_the_old_secret_at_once() -> None:
     key, old = services.create_key(actor=ADMIN, name="k", scope="manage")
+    _, overlapping = services.rotate_key(actor=ADMIN, key_id=key.id, overlap_seconds=600)
+    assert services.authenticate_key(old) == key
     _, new = services.rotate_key(actor=ADMIN, key_id=key.id, overlap_seconds=0)
-    assert services.authenticate_key(old) is None
+    assert services.authenticate_key(old) is services.authenticate_key(overlapping) is None
     assert services.authenticate_key(new) == key
 
 
