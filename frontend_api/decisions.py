@@ -23,6 +23,7 @@ from msgspec import Struct
 from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.wire import RequestRecord
 from frontend_api.account import STAGES
+from frontend_api.openai import Problem, error_body
 from frontend_api.routing import Choice, Reason, explain_costs
 
 if TYPE_CHECKING:
@@ -235,7 +236,8 @@ class Telling:
             return
         if work.exception() is not None:
             log.error("defect in the router", exc_info=work.exception())
-            self._connection.cut()
+            problem = Problem(500, "internal_error", "The router failed; its log has the reason.")
+            self._connection.reply(problem.status, self._headers, error_body(problem))
             return
         self._connection.reply(200, self._headers, work.result())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import httpx
@@ -41,6 +43,33 @@ def test_a_keys_limits_and_secrets_reach_the_router_and_its_use_comes_back(site:
     assert used
     site.api.delete(f"/keys/{key}").raise_for_status()
     site.until(lambda: {post(s["key"]).status_code for s in (made, rotated)} == {401}, "neither secret works")
+
+
+def test_choices_are_told_to_those_who_manage_and_one_engine_is_no_experiment(site: Site) -> None:
+    request = site.ask()[1]["headers"]["x-request-id"]
+    url, elsewhere = f"{site.openai_url}/debug/decisions?model=demo&limit=5", {"x-forwarded-for": "192.0.2.7"}
+    answers = [
+        httpx.get(url, headers=headers)
+        for headers in (
+            {},
+            elsewhere,
+            elsewhere | {"Authorization": f"Bearer {site.inference_key}"},
+            elsewhere | {"Authorization": f"Bearer {site.manage_key}"},
+        )
+    ]
+    assert [answer.status_code for answer in answers] == [200, 401, 403, 200]
+    decision = answers[-1].json()["decisions"][0]
+    assert decision["id"] == request
+    assert {c["part"] for c in decision["candidates"]} == {"prefill", "decode"}
+    bench = subprocess.run(
+        [sys.executable, "-m", "controlplane.cli", "bench", "prefixes"],
+        env=site.env | {"TANDEM_KEY": site.inference_key},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert bench.returncode == 1
+    assert "demo has only one ready engine that reads prompts" in bench.stderr
 
 
 def test_scaling_up_and_down_under_load_loses_nothing(site: Site) -> None:

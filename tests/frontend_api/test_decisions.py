@@ -280,6 +280,15 @@ async def test_a_client_that_leaves_is_not_answered(pair: Site, monkeypatch: pyt
     await until(lambda: telling._work.cancelled())
 
 
+async def test_a_defect_is_told(pair: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(model: str, limit: int) -> bytes:
+        raise RuntimeError
+
+    monkeypatch.setattr(pair.router.decisions, "told", broken)
+    reply = await ask(pair.port, PATH)
+    assert (reply.status, reply.error["code"]) == (500, "internal_error")
+
+
 async def test_both_processes_of_the_program_are_heard(run: Run, engine: ScriptedEngine) -> None:  # noqa: F811
     program = await run("--no-auth", "--model", "m", "--aggregated", engine.url, "--processes", "2")
     sent = [(await ask(program.port, CHAT, PROMPT)).headers["x-request-id"] for _ in range(12)]
