@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import Affinity, Disaggregate, RoutingMode, RoutingPolicy
+from frontend_api.evidence import Slow
 from frontend_api.openai import Endpoint
 from frontend_api.view import Engine
 from tests.frontend_api.client import PROMPT, Client, ask
@@ -95,7 +96,9 @@ async def test_policies_say_what_a_session_is(two_routers: MakeRouters) -> None:
 class Known:
     """Every prompt is the same 3,000 tokens."""
 
-    def at_once(self, endpoint: Endpoint, body: bytes) -> array[int]:
+    marks: Sequence[str] = ()
+
+    def at_once(self, endpoint: Endpoint, body: bytes) -> array[int] | Slow | None:
         return array("I", range(3_000))
 
 
