@@ -110,6 +110,8 @@ class EventReader:
         return events
 
     def _inspect(self, data: bytes) -> bytes:
+        if data.find(b"\n\n") == len(data) - 2 and b"\r" not in data:  # one event, as most engines send them
+            return self._read(data[:-2], b"\n\n")
         parts = _BLANK_LINE.split(data)
         pairs = zip(parts[::2], parts[1::2], strict=False)  # after the last blank line there is nothing
         return b"".join([self._read(event, end) if event else end for event, end in pairs])
@@ -160,6 +162,8 @@ class EventReader:
 
 
 def _payload(event: bytes) -> bytes:
+    if b"\n" not in event and event.startswith(b"data:"):
+        return event[5:].strip()
     return b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
 
 
