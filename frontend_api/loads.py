@@ -29,9 +29,9 @@ ENGINES = 2_048
 REFRESH_SECONDS = 0.001
 SILENCE_SECONDS = 3.0
 """After which a router of another host that says nothing is taken to have no load."""
-_NAMES_SUM, _NAMES, _WAITS = 0, 1, 2
-"""Head of a row: checksum and number of the names, and the claim of the process's first waiting request."""
-_HEAD = 3
+_NAMES_SUM, _NAMES, _CLAIM, _LINE = 0, 1, 2, 3
+"""Head of a row: checksum and number of the names, and the claim of the process's first waiting request with its line."""
+_HEAD = 4
 _VALUES = _HEAD + ENGINES
 _ROW = _VALUES + 2 * ENGINES
 
@@ -221,14 +221,15 @@ class Loads:
 
     # ---- requests that wait for room
 
-    def claim(self, claim: int) -> None:
-        """Show the siblings how urgent this process's first waiting request is: the smallest first, 0: none waits."""
+    def claim(self, claim: int, line: int) -> None:
+        """Show the siblings how urgent this process's first waiting request is (the smallest first, 0: none waits), and in
+        which line it stands."""
         if self._row is not None:
-            self._row[_WAITS] = claim
+            self._row[_CLAIM], self._row[_LINE] = claim, line
 
-    def first_claim(self) -> int:
-        """The most urgent one of the siblings'; 0: none of them waits."""
-        return min((claim for sibling in self._siblings if (claim := sibling.row[_WAITS])), default=0)
+    def claims(self) -> list[tuple[int, int]]:
+        """The siblings' claims and their lines."""
+        return [(sibling.row[_CLAIM], sibling.row[_LINE]) for sibling in self._siblings if sibling.row[_CLAIM]]
 
     def answer_call(self) -> None:
         """A sibling has called."""
@@ -239,5 +240,5 @@ class Loads:
     def call(self) -> None:
         """Some load is gone: siblings whose requests wait shall look."""
         for sibling in self._siblings:
-            if sibling.row[_WAITS]:
+            if sibling.row[_CLAIM]:
                 os.eventfd_write(sibling.waker, 1)

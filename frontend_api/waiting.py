@@ -12,12 +12,15 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from time import monotonic
 from typing import Protocol
+from zlib import crc32
 
 from frontend_api.loads import Loads
 from frontend_api.view import Deployment, View
 
 HEAD_START = 0.002
-"""Seconds that a sibling with a more urgent request gets before this process looks for room."""
+"""Seconds that a sibling with a more urgent request in the same line gets before this process looks for room …"""
+HEAD_STARTS = 3
+"""… and how often, if it still waits: what it waits for may be something else."""
 
 
 class Waiter(Protocol):
@@ -53,6 +56,8 @@ class Line:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.key = crc32(name.encode())
+        """The name, for siblings."""
         self._queues: dict[tuple[bool, int], OrderedDict[Place, None]] = {}
         """By `alone` and priority, in the order of arrival. A dict would keep the gaps of those that left at its front."""
 
@@ -95,6 +100,7 @@ class Waiting:
         self._loads = loads
         self._lines: dict[str, Line] = {}
         self._due: asyncio.Handle | None = None
+        self._gave_way = 0
 
     def listen(self) -> None:
         """Hear the calls of sibling processes."""
@@ -168,22 +174,26 @@ class Waiting:
         place.waiter.no_room()
 
     def _claim(self) -> None:
-        firsts = (place.claim for line in self._lines.values() for place in line.firsts())
-        self._loads.claim(min(firsts, default=0))
+        firsts = ((place.claim, line.key) for line in self._lines.values() for place in line.firsts())
+        self._loads.claim(*min(firsts, default=(0, 0)))
+
+    def _gives_way(self) -> bool:
+        """Whether a sibling has a more urgent request in a line that this process has too."""
+        own = {line.key: line.firsts()[0].claim for line in self._lines.values()}
+        return any(line in own and claim < own[line] for claim, line in self._loads.claims())
 
     def _soon(self) -> None:
         """Serve after what is being done now: who gave a load back may be about to take another."""
-        if self._due is not None:
-            return
-        loop = asyncio.get_running_loop()
-        other = self._loads.first_claim()
-        if other and other < min(place.claim for line in self._lines.values() for place in line.firsts()):
-            self._due = loop.call_later(HEAD_START, self._serve)
-        else:
-            self._due = loop.call_soon(self._serve)
+        if self._due is None:
+            self._due = asyncio.get_running_loop().call_soon(self._serve)
 
     def _serve(self) -> None:
         self._due = None
+        if self._gave_way < HEAD_STARTS and self._gives_way():
+            self._gave_way += 1
+            self._due = asyncio.get_running_loop().call_later(HEAD_START, self._serve)
+            return
+        self._gave_way = 0
         self._loads.look(monotonic())
         for name, line in list(self._lines.items()):
             line.serve(self._view.deployments.get(name))

@@ -310,6 +310,8 @@ async def test_real_routers_do_not_herd(run: Run, tmp_path: Path, processes: int
             client = await stack.enter_async_context(Client(program.port))
             client.post(CHAT, PROMPT)
             await until(lambda: sum(counts()) == number + 1)  # noqa: B023 - awaited here
+            if number == 3:
+                assert counts() == [1] * 4
         assert counts() == [2] * 4
         burst = [await stack.enter_async_context(Client(program.port)) for _ in range(440)]
         for client in burst:
