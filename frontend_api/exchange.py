@@ -63,6 +63,8 @@ class Exchange:
         self._explain = request.headers.get(b"x-tandem-explain") == b"1"
         self.leg: Leg | None = None
         self._slow = connection.slow  # what it was sent before may still be on its way
+        self.held_back = False
+        """The client was slow at some time: the stream's pace is not the engine's."""
         self._over = False
         self._work: asyncio.Future[array[int] | None] | None = None
         watched = self.account.began_at < router.decisions.watched_until
@@ -261,7 +263,7 @@ class Exchange:
             self._flow.close()
 
     def client_slow(self) -> None:
-        self._slow = True
+        self._slow = self.held_back = True
         if self.leg is not None:
             self.leg.pause()
 

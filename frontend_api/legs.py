@@ -10,7 +10,7 @@ from time import monotonic, perf_counter
 from typing import TYPE_CHECKING
 
 from frontend_api import flow, openai
-from frontend_api.openai import Problem
+from frontend_api.openai import Problem, Shape
 from frontend_api.sse import EventReader, EventTooLong
 from frontend_api.upstream import Broken, Failure
 
@@ -125,7 +125,8 @@ class AnswerLeg:
                 return
             exchange.connection.begin(200, exchange.answer_headers(self._headers) + _STREAM_HEADERS)
             exchange.account.streamed = True
-            exchange.advance(flow.Began(token=bool(reader.texts)))
+            early = exchange.endpoint.shape is Shape.RESPONSES and not reader.texts
+            exchange.advance(flow.Began(token=not early))
         self._whole = last
         exchange.relay(events, last)
 
@@ -146,7 +147,7 @@ class AnswerLeg:
         elif reader.done or reader.failed:
             if not self._whole:
                 exchange.connection.send(b"", last=True)
-            exchange.advance(flow.Ended(*exchange.account.written()))
+            exchange.advance(flow.Ended(*(exchange.account.written() if not exchange.held_back else (0, 0.0))))
         else:
             self._break_off("The engine ended the stream before the answer was whole.")
 

@@ -15,7 +15,7 @@ from frontend_api.evidence import Slow
 from frontend_api.openai import Endpoint
 from frontend_api.view import Engine
 from tests.frontend_api.client import PROMPT, Client, ask
-from tests.frontend_api.conftest import MakeSite, Site
+from tests.frontend_api.conftest import MakeSite, Site, until
 from tests.frontend_api.scripted import (
     DONE,
     LAST,
@@ -192,6 +192,27 @@ async def test_a_stream_that_is_announced_before_its_first_token_teaches_no_read
     await site.settled()
     assert site.record.reason == "local-cheaper"
     assert (decode.read.measured, decode.queued) == (0, 0)
+
+
+async def test_a_slow_client_says_nothing_of_the_engine(make_site: MakeSite) -> None:
+    site = await make_site()
+
+    async def much(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + framed(ROLE))
+        for _ in range(600):
+            writer.write(framed(chunk("x" * 20_000)))
+        writer.write(framed(DONE) + LAST)
+
+    await site.engine("a", Role.AGGREGATED, much)
+    site.publish()
+    (engine,) = site.view.deployments["m"].aggregated
+    async with Client(site.port) as client:
+        client.post(CHAT, {**PROMPT, "stream": True})
+        await client.head()
+        await until(lambda: any(exchange.held_back for exchange in site.router.exchanges))
+        assert (await client.closed_or_done()).endswith(DONE)
+    await site.settled()
+    assert engine.step.measured == 0
 
 
 async def test_a_refusal_by_decode_after_prefill_is_counted(pair: Site) -> None:
