@@ -77,8 +77,15 @@ def _environment() -> ImmutableSandboxedEnvironment:
 class ChatTemplate:
     """One compiled template."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raises `jinja2.TemplateError` for a template that does not compile."""
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        parts: bool | None = None,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`parts`: whether its content is a list of parts; None: as the template looks. `defaults`: variables that a request
+        may set otherwise. Raises `jinja2.TemplateError` for a template that does not compile."""
         environment = _environment()
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
@@ -87,9 +94,10 @@ class ChatTemplate:
         self._always = {**dict(self._template.globals), **special_tokens}
         tree = environment.parse(source)
         self.source = source
-        self.takes_parts = takes_parts(tree)
+        self.takes_parts = takes_parts(tree) if parts is None else parts
         """Its content is a list of parts; else it is one text."""
         self._variables = jinja2.meta.find_undeclared_variables(_environment().parse(source))
+        self._always |= {name: value for name, value in (defaults or {}).items() if name in self._variables}
         self._knows_developer = '"developer"' in source or "'developer'" in source
         self.system_first = self._wants_system_first()
         """It fails on a system message after the first: vLLM then merges them for `/v1/messages`."""

@@ -15,8 +15,9 @@ import jinja2
 import tokenizers
 from tokenizers import AddedToken
 
+from controlplane.fleet import tokenizer_files
 from frontend_api.chat_template import ChatTemplate
-from frontend_api.prompts import Templates
+from frontend_api.prompts import NOT_DEFAULTS, Templates
 
 
 class TokenizerUnusable(Exception):
@@ -127,8 +128,14 @@ def _templates(folder: Path, config: Mapping[str, Any], names: Mapping[str, str]
     sources = files or sources
     if "default" not in sources:
         return None
+    told = _json(folder / tokenizer_files.OPTIONS)
+    defaults = told.get("chat_template_kwargs") or {}
+    if not isinstance(defaults, dict) or not NOT_DEFAULTS.isdisjoint(defaults):
+        raise TokenizerUnusable("the engine's default chat template kwargs are not followed here")
+    parts = {"openai": True, "string": False}.get(str(told.get("content_format")))
     try:
-        plain = ChatTemplate(sources["default"], names)
-        return Templates(plain, ChatTemplate(sources["tool_use"], names) if "tool_use" in sources else plain)
+        plain = ChatTemplate(sources["default"], names, parts, defaults)
+        with_tools = ChatTemplate(sources["tool_use"], names, parts, defaults) if "tool_use" in sources else plain
+        return Templates(plain, with_tools)
     except jinja2.TemplateError as error:
         raise TokenizerUnusable(f"the chat template does not compile: {error}") from None

@@ -90,6 +90,8 @@ _RESERVED = frozenset(
      "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "self")
 )  # fmt: skip
 """Variables that a client may not set, or that steer the engine's tokenizer and not the template."""
+NOT_DEFAULTS = _RESERVED | {"documents", "add_generation_prompt", "continue_final_message"}
+"""Variables that the engine's own defaults may not set, for the like reasons."""
 
 
 def conversation(

@@ -40,6 +40,9 @@ class Options(NamedTuple):
 
     tokenizer: str = ""
     chat_template: str = ""
+    content_format: str = ""
+    template_kwargs: str = ""
+    """A JSON object."""
     trust_remote_code: bool = False
 
 
@@ -49,18 +52,22 @@ class Tokenizer(NamedTuple):
     """Of its files; empty: they are not known to be the engine's, and go to no other machine."""
 
 
+_VALUED = ("--tokenizer", "--chat-template", "--chat-template-content-format", "--default-chat-template-kwargs")
+
+
 def read_options(arguments: Sequence[str]) -> Options:
     """Of an engine's further arguments; the last of two equal ones counts, as in vLLM."""
     values: dict[str, str] = {}
     for at, argument in enumerate(arguments):
         name, given, value = argument.partition("=")
         name = name.replace("_", "-")
-        if name in ("--tokenizer", "--chat-template"):
+        if name in _VALUED:
             values[name] = value if given else "".join(arguments[at + 1 : at + 2])
         elif name in ("--trust-remote-code", "--no-trust-remote-code"):
             values["--trust-remote-code"] = "yes" if name == "--trust-remote-code" else ""
+    tokenizer, template, content_format, template_kwargs = (values.get(name, "") for name in _VALUED)
     return Options(
-        values.get("--tokenizer", ""), values.get("--chat-template", ""), bool(values.get("--trust-remote-code"))
+        tokenizer, template, content_format, template_kwargs, trust_remote_code=bool(values.get("--trust-remote-code"))
     )
 
 
@@ -106,7 +113,7 @@ def _template(options: Options) -> str | None:
 
 
 def _digest_of_inputs(source: Path, template: str | None, options: Options, runtime: EngineRuntime) -> str:
-    whole = hashlib.sha256(repr((runtime.kind, runtime.version, template, options.trust_remote_code)).encode())
+    whole = hashlib.sha256(repr((runtime.kind, runtime.version, template, options)).encode())
     whole.update(_SCRIPT.read_bytes())
     for path in sorted({path for pattern in _SOURCES for path in source.glob(pattern)}):
         whole.update(f"{path.name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
@@ -126,6 +133,13 @@ def _build(site: Site, source: Path, template: str | None, options: Options, run
         (site.folder / "special_tokens_map.json").unlink(missing_ok=True)  # the script has put them in one place
     if template is not None:
         _use(template, site.folder)
+    told: dict[str, object] = {}
+    if options.content_format in ("openai", "string"):
+        told["content_format"] = options.content_format
+    if options.template_kwargs:
+        told["chat_template_kwargs"] = json.loads(options.template_kwargs)
+    if told:
+        (site.folder / tokenizer_files.OPTIONS).write_text(json.dumps(told, ensure_ascii=False))
 
 
 def _use(template: str, folder: Path) -> None:

@@ -12,6 +12,9 @@ from collections.abc import Mapping
 
 import msgspec
 
+OPTIONS = "tandem.json"
+"""What an engine was told beside its model's files: `content_format` (`openai` or `string`; absent: the template decides) and
+`chat_template_kwargs`, the defaults of a request's own."""
 NAMES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -19,6 +22,7 @@ NAMES = (
     "config.json",
     "chat_template.jinja",
     "chat_template.json",
+    OPTIONS,
 )
 TEMPLATES = "additional_chat_templates"
 """A folder of further templates, `<name>.jinja` each."""

@@ -373,6 +373,22 @@ def test_an_unusable_folder_is_refused_with_its_reason(tmp_path: Path, name: str
         Tokenizer(folder)
 
 
+def test_what_the_engine_was_told_beside_its_files_counts(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, EVERYTHING)
+    (folder / "tandem.json").write_text(
+        '{"chat_template_kwargs": {"enable_thinking": false}, "content_format": "openai"}'
+    )
+    tokenizer = Tokenizer(folder)
+    assert "[False/]" in shown(tokenizer, messages=[USER])
+    assert "[{'type': 'text', 'text': " in shown(tokenizer, messages=[USER])
+    assert "[True/]" in shown(tokenizer, messages=[USER], chat_template_kwargs={"enable_thinking": True})
+    assert "[False/]" in shown(tokenizer, messages=[USER], chat_template_kwargs={"enable_thinking": None})
+    assert "[True/low]" in shown(tokenizer, messages=[USER], reasoning_effort="low")
+    (folder / "tandem.json").write_text('{"chat_template_kwargs": {"documents": []}}')
+    with pytest.raises(TokenizerUnusable):
+        Tokenizer(folder)
+
+
 def test_a_short_text_is_never_left_to_a_thread(tokenizer: Tokenizer) -> None:
     text = "é" * tokens.AT_ONCE_CHARACTERS
     assert isinstance(tokenizer.at_once(TEXT, body(prompt=text)), array)

@@ -108,6 +108,15 @@ def test_a_chat_template_given_to_the_engine_replaces_all_others(ensure: Ensure,
     assert read_files(ensure(model, "--chat-template", "{{ literal }}").folder)["chat_template.jinja"] == b"its own"
 
 
+def test_how_the_template_is_used_is_told_beside_it(ensure: Ensure, model: Path, tmp_path: Path) -> None:
+    kwargs = '{"enable_thinking": false}'
+    made = ensure(model, "--default-chat-template-kwargs", kwargs, "--chat-template-content-format=string")
+    told = json.loads(read_files(made.folder)["tandem.json"])
+    assert told == {"content_format": "string", "chat_template_kwargs": {"enable_thinking": False}}
+    assert "tandem.json" not in read_files(ensure(model, "--chat-template-content-format", "auto").folder)
+    assert ensure(model, "--default-chat-template-kwargs", "{no json") == Tokenizer(model, "")
+
+
 def test_another_tokenizer_given_to_the_engine_is_read(ensure: Ensure, model: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
@@ -144,9 +153,10 @@ def test_where_no_loader_helps_the_models_folder_is_told_unproved(
         (["--chat-template", "/a", "--tokenizer=/b"], Options("/b", "/a")),
         (["--chat_template=/a", "--chat-template", "/c"], Options("", "/c")),
         (["--chat-template"], Options()),
-        (["--trust-remote-code"], Options("", "", True)),
+        (["--trust-remote-code"], Options(trust_remote_code=True)),
         (["--trust-remote-code", "--no-trust-remote-code"], Options()),
-        (["--tokenizer-mode", "slow", "--chat-template-content-format", "openai"], Options()),
+        (["--tokenizer-mode", "slow", "--chat-template-content-format", "openai"], Options(content_format="openai")),
+        (["--default-chat-template-kwargs={}", "--default-chat-template-kwargs.x", "1"], Options(template_kwargs="{}")),
     ],
 )
 def test_options(arguments: list[str], options: Options) -> None:
