@@ -372,11 +372,12 @@ def _why(weighed: Weighed, at: int) -> Reason:
     overlap = weighed.overlap
     if not overlap:
         return Reason.NO_OVERLAP
-    lacking = [row[1] for row in weighed.rows]
-    fewest = min(lacking)
-    if lacking[at] > fewest:
-        return Reason.LOAD_WINS
-    return Reason.OVERLAP if weighed.engines[at] in overlap else Reason.NO_OVERLAP
+    has = overlap.get(weighed.engines[at], 0)
+    if has < max(overlap.values()):  # of both pools: look closer
+        most = max([overlap.get(engine, 0) for engine in weighed.engines])
+        if has < most:
+            return Reason.LOAD_WINS
+    return Reason.OVERLAP if has else Reason.NO_OVERLAP
 
 
 def _drawn(totals: Sequence[float], least: float, asked: _Asked) -> int:
