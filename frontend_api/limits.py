@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from itertools import islice
 from time import time
 from typing import Protocol
 
@@ -31,6 +32,8 @@ PATIENCE = 0.25
 LEAST_PATIENCE = 0.01
 SETTLE_SECONDS = 0.01
 """For which a settlement waits for a reservation to go along with."""
+CALL_KEYS = 500
+"""In one call: more would keep Redis from others for too long."""
 RETRY_SECONDS = 0.25
 """Between two tries while Redis is away."""
 RECONNECT_SECONDS = 1.0
@@ -218,8 +221,11 @@ class KeyLimits:
         if self._soon is not None:
             self._soon.cancel()
             self._soon = None
-        sent = [Sent(use) for use in self._touched]
-        self._touched = {}
+        sent = [Sent(use) for use in islice(self._touched, CALL_KEYS)]
+        for part in sent:
+            del self._touched[part.use]
+        if self._touched:
+            self._wanted.set()
         oldest = int(self._now()) - SPAN
         began = [hold.at for part in sent for hold in part.asks]
         now = asyncio.get_running_loop().time()
@@ -287,7 +293,9 @@ class KeyLimits:
     async def end(self) -> None:
         """No request is left: tell the counter the rest. `run` has ended before."""
         if self._counter is not None:
+            self._touched.update(dict.fromkeys(self._uses.values()))
+            while self._touched and not self.away:
+                await self.tell()
             if not self.away:
-                self._touched.update(dict.fromkeys(self._uses.values()))
                 await self.tell(last=True)
             await self._counter.drop()

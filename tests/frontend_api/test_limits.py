@@ -477,6 +477,22 @@ async def test_requests_larger_than_a_share_pass_one_at_a_time() -> None:
     assert [answer is None for answer in requests.answers] == [True, False, False]
 
 
+async def test_many_keys_go_in_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frontend_api.limits.CALL_KEYS", 2)
+    far, answers = Far(), []
+    limits = KeyLimits(far)
+    for number in range(5):
+        one = SnapshotKey(id=f"k{number}", digest=f"d{number}", requests_per_minute=9)
+        limits.reserve(Hold(one, Estimate(1, 0, 1), answers.append))
+    run = asyncio.create_task(limits.run())
+    for call in range(3):
+        await until(lambda call=call: len(far.calls) == call + 1)
+        far.answers.put_nowait(granted(far.calls[call]))
+    await until(lambda: answers == [None] * 5)
+    assert [len(lines) for lines in far.calls[:3]] == [2, 2, 1]
+    run.cancel()
+
+
 async def test_the_end_frees_what_is_left() -> None:
     far = Far()
     limits = KeyLimits(far)
@@ -485,6 +501,7 @@ async def test_the_end_frees_what_is_left() -> None:
     far.answers.put_nowait(granted([Line("k", 0, 0, 9, 0, [], [1])]))
     await limits.tell()
     far.answers.put_nowait(Reply(1.0, 1, [[0, 0, 0]]))
+    far.answers.put_nowait(Reply(1.0, 0, []))
     await limits.end()
     assert far.last
     assert far.dropped == 1

@@ -16,7 +16,7 @@ from django.utils import timezone
 from controlplane.access import services
 from controlplane.access.actors import actor_of, role_of
 from controlplane.access.login import FAILURES, PAUSE
-from controlplane.access.models import AuditEntry, FailedLogin
+from controlplane.access.models import ApiKey, AuditEntry, FailedLogin
 from controlplane.access.roles import SYSTEM, Actor, Role
 from controlplane.fleet.errors import Forbidden
 
@@ -118,3 +118,13 @@ def test_a_right_password_forgets_the_wrong_ones() -> None:
         sign_in("wrong")
     assert sign_in("right") is not None
     assert not FailedLogin.objects.exists()
+
+
+def test_createkey_takes_limits() -> None:
+    quiet = {"stdout": StringIO(), "stderr": StringIO()}
+    base = ("createkey", "--name", "k", "--scope", "inference")
+    call_command(*base, "--tokens-per-minute", "5000", "--priority", "-1", **quiet)
+    key = ApiKey.objects.get()
+    assert (key.tokens_per_minute, key.concurrency, key.priority) == (5000, None, -1)
+    with pytest.raises(CommandError, match="concurrency"):
+        call_command(*base, "--concurrency", "0", **quiet)

@@ -9,6 +9,7 @@ from django.core.management.base import BaseCommand, CommandError
 
 from controlplane.access import services
 from controlplane.access.expiry import parse_expiry
+from controlplane.access.limits import BOUNDS, UNLIMITED, changed, parse_limit
 from controlplane.access.roles import SYSTEM, Role
 from controlplane.fleet.errors import TandemError
 from controlplane.fleet.wire import Scope
@@ -27,6 +28,10 @@ class Command(BaseCommand):
         parser.add_argument(
             "--expires", default="", help="30d, 12h, or a time such as 2030-01-31T12:00Z; default: never"
         )
+        for field, (low, high) in BOUNDS.items():
+            parser.add_argument(
+                f"--{field.replace('_', '-')}", default="", help=f"inference keys only: {low} to {high}"
+            )
 
     def handle(
         self, *, scope: str, name: str, role: str | None, model: list[str], expires: str, **options: Any
@@ -39,6 +44,7 @@ class Command(BaseCommand):
                 role=Role[role.upper()] if role else None,
                 models=model,
                 expires_at=parse_expiry(expires),
+                limits=changed(UNLIMITED, {field: parse_limit(options[field], field) for field in BOUNDS}),
             )
         except TandemError as error:
             raise CommandError(error.message) from None
