@@ -175,3 +175,24 @@ async def test_the_official_client_knows_the_refusal(two: list[int]) -> None:
             await client.chat.completions.create(model="m", messages=PROMPT["messages"], max_tokens=500)  # type: ignore[call-overload]
     assert (refused.value.code, refused.value.type) == ("rate_limit_exceeded", "tokens")
     assert int(refused.value.response.headers["retry-after"]) > 0
+
+
+async def test_a_redis_that_hangs_stops_nobody(run: Run, engine: ScriptedEngine, tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    server.start()
+    process = server._process
+    assert process is not None
+    try:
+        snapshot = fleet(engine.url, (key("rpm", requests_per_minute=8), key("free")))
+        redis.Redis.from_url(server.url).set(SNAPSHOT_KEY, snapshot)
+        one = await run(REDIS_URL=server.url)
+        assert await statuses([one.port], 5, "rpm") == {200: 5}
+        process.send_signal(signal.SIGSTOP)
+        assert await statuses([one.port], 9, "rpm") == {200: 3, 429: 6}, "one process: all that was left is its own"
+        assert await statuses([one.port], 3, "free") == {200: 3}
+        process.send_signal(signal.SIGCONT)
+        await until(lambda: "limits are counted there again" in one.log.read_text(), 20)
+        assert await statuses([one.port], 3, "rpm") == {429: 3}
+    finally:
+        process.send_signal(signal.SIGCONT)
+        server.stop()
