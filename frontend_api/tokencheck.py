@@ -192,11 +192,14 @@ class TokenCheck:
         self._turns: dict[Engine, _Turn] = {}
 
     async def run(self) -> None:
-        """For ever."""
+        """For ever. A check that fails by a defect is logged, and made again later."""
         while True:
-            while await self.one_step(monotonic()):
-                pass
-            await asyncio.sleep(1.0)
+            try:
+                again = await self.one_step(monotonic())
+            except Exception:
+                log.exception("The token ids could not be checked.")
+                again = False
+            await asyncio.sleep(0.0 if again else 1.0)
 
     async def one_step(self, now: float) -> bool:
         """Check the engine whose turn came first. False: nobody's has come. `now`: monotonic."""
@@ -211,6 +214,7 @@ class TokenCheck:
         engine = min(due, key=lambda engine: self._turns[engine].due)
         model, cache, tokens = there[engine]
         turn = self._turns[engine]
+        turn.due = now + EVERY_SECONDS  # should this step end by a defect
         found = await self._found(engine, model, tokens)
         if cache.tokens is tokens and engine in cache.engines:
             self._conclude(engine, cache, turn, found)

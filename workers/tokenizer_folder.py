@@ -91,7 +91,8 @@ def ensure(
             progress=progress,
             needs_bytes=_BYTES,
         )
-        return Tokenizer(folder, tokenizer_files.digest(read_files(folder)))
+        files = read_files(folder)
+        return Tokenizer(folder, tokenizer_files.digest(files) if "tokenizer.json" in files else "")
     except (StepFailed, Unavailable, OSError, ValueError) as error:
         said = next((line for line in getattr(error, "lines", ()) if line.startswith("tandem:error ")), str(error))
         log.warning("Routers read the tokenizer of %s as it lies there: %s", source, said.removeprefix("tandem:error "))

@@ -261,6 +261,16 @@ async def test_an_engine_that_is_down_is_left_alone(make_bench: MakeBench) -> No
     assert await bench.turn(0)
 
 
+async def test_a_defect_ends_no_router(make_bench: MakeBench, caplog: pytest.LogCaptureFixture) -> None:
+    bench = await make_bench()
+    broken = bench.cache.tokens = BrokenTokens()
+    running = asyncio.create_task(bench.check.run())
+    await until(lambda: "could not be checked" in caplog.text)
+    assert not running.done()
+    running.cancel()
+    assert broken.asked == 1
+
+
 async def test_one_engine_at_a_time_the_longest_waiting_first(make_bench: MakeBench) -> None:
     bench = await make_bench()
     answer = bench.site.engines["a0"].answer
@@ -335,6 +345,15 @@ async def test_a_standin_with_a_models_tokenizer_has_its_ids_and_a_fault_is_seen
         follower.cancel()
         await asyncio.gather(follower, return_exceptions=True)
         await engine.stop()
+
+
+class BrokenTokens:
+    marks = ()
+    asked = 0
+
+    def at_once(self, endpoint: Endpoint, body: bytes) -> array[int]:
+        self.asked += 1
+        raise ZeroDivisionError
 
 
 class FixedTokens:

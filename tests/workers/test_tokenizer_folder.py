@@ -130,6 +130,8 @@ def test_a_stand_in_reads_the_files_as_they_are(ensure: Ensure, model: Path, tmp
     made = ensure(model, kind=Runtime.SIM)
     assert read_files(made.folder) == read_files(model)
     assert calls(tmp_path) == []
+    (model / "tokenizer.json").unlink()
+    assert ensure(model, kind=Runtime.SIM).digest == "", "there is nothing to offer"
 
 
 def test_where_no_loader_helps_the_models_folder_is_told_unproved(
