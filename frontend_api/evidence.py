@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from itertools import chain as joined
 from time import monotonic
@@ -107,14 +107,23 @@ def _offset(address: str, rank: int) -> str:
 class Prompt:
     """The tokens of one request, and how many of them each engine has already."""
 
-    __slots__ = ("_cache", "_hashes", "overlap", "tokens")
+    __slots__ = ("_cache", "_evident", "_hashes", "overlap", "tokens")
 
-    def __init__(self, cache: Cache, tokens: int, overlap: dict[Engine, int], hashes: dict[int, list[int]]) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        tokens: int,
+        overlap: dict[Engine, int],
+        hashes: dict[int, list[int]],
+        evident: Mapping[Engine, int] | None = None,
+    ) -> None:
         self.tokens = tokens
         self.overlap = overlap
         """Tokens from the first on that an engine holds; engines with none are left out."""
         self._cache = cache
         self._hashes = hashes
+        self._evident = overlap if evident is None else evident
+        """The same without what is only on its way."""
 
     def lacking(self, engine: Engine) -> int:
         """Tokens the engine has to compute. It always computes the last one."""
@@ -122,11 +131,11 @@ class Prompt:
 
     def sent(self, engine: Engine, now: float) -> None:
         """The request is on its way to the engine. `now`: monotonic."""
-        self._cache.sent_to(engine, self._hashes, now)
+        self._cache.sent_to(engine, self._hashes, self._evident.get(engine, 0), now)
 
     def computed(self, engine: Engine, now: float) -> None:
         """The engine has computed what it lacked."""
-        self._cache.computed_on(engine, self.lacking(engine), self._hashes, now)
+        self._cache.computed_on(engine, self.lacking(engine), self._hashes, self._evident.get(engine, 0), now)
 
     def failed(self, engine: Engine) -> None:
         """The engine will not compute it."""
@@ -164,6 +173,10 @@ class Cache:
         """Of ranks that are gone."""
         self._holders: dict[Engine, Holder] = {}
         """What was sent to engines, in the mode without events."""
+        self._holding: tuple[tuple[Engine, Holder], ...] = ()
+        """Whose blocks the index has."""
+        self._several = False
+        """Some engine has several holders: its data-parallel ranks."""
 
     def keep_up(self, deployment: Deployment, now: float) -> None:
         """Follow who is in the deployment. An engine that left takes its blocks with it."""
@@ -194,9 +207,15 @@ class Cache:
                 for rank in self.ranks[engine]:
                     rank.capacity = engine.spec.kv_blocks
         self._engines = engines
+        self._list_holders()
         self.tokenization = {engine: found for engine, found in self.tokenization.items() if engine in engines}
         ids = {engine.id for engine in engines}
         self._miscounts = {engine: at for engine, at in self._miscounts.items() if engine in ids}
+
+    def _list_holders(self) -> None:
+        ranks = ((engine, rank.holder) for engine, ranks in self.ranks.items() for rank in ranks)
+        self._holding = tuple(self._holders.items() or ranks)
+        self._several = len(self._holding) > len(self.ranks) + len(self._holders)
 
     def _follow(self, engine: Engine, now: float) -> tuple[Rank, ...]:
         spec, debt = engine.spec, Debt()
@@ -210,6 +229,7 @@ class Cache:
         for rank in self.ranks.pop(engine):
             self._left_counts += rank.counts()
             rank.close()
+        self._list_holders()
 
     @property
     def engines(self) -> tuple[Engine, ...]:
@@ -236,32 +256,42 @@ class Cache:
         index = self.index
         for size in tuple(index.block_sizes):
             own = hashes[size] = chain(tokens, size, salt=salt)
-            found = index.match(own)
-            if found:
-                for engine, holder in self._all_holders():
-                    blocks = found.get(holder.bit)
-                    if blocks:
-                        overlap[engine] = max(blocks * size, overlap.get(engine, 0))
+            if found := index.match(own):
+                get = found.get
+                if overlap or self._several:
+                    for engine, holder in self._holding:
+                        tokens_held = get(holder.bit, 0) * size
+                        if tokens_held > overlap.get(engine, 0):
+                            overlap[engine] = tokens_held
+                else:  # the same, faster
+                    overlap = {engine: blocks * size for engine, holder in self._holding if (blocks := get(holder.bit))}
+        evident = overlap
         for engine in self.predicted.engines:
             size = self._size_of(engine)
             held = overlap.get(engine, 0) // size
             blocks = self.predicted.depth(engine, hashes.get(size, ()), held)
             if blocks > held:
+                if overlap is evident:
+                    overlap = evident.copy()
                 overlap[engine] = blocks * size
-        return Prompt(self, len(tokens), overlap, hashes)
+        return Prompt(self, len(tokens), overlap, hashes, evident)
 
-    def sent_to(self, engine: Engine, hashes: Mapping[int, Sequence[int]], now: float) -> None:
+    def sent_to(self, engine: Engine, hashes: Mapping[int, Sequence[int]], evident: int, now: float) -> None:
+        """`evident`: tokens that it has already, as events tell."""
         holder = self._holders.get(engine)
         if holder is not None:
             self._sent.record(holder, hashes.get(_block_size(engine), ()), now)
         elif any(rank.evident for rank in self.ranks.get(engine, ())):
-            self.predicted.sent(engine, hashes.get(self._size_of(engine), ()), now)
+            size = self._size_of(engine)
+            self.predicted.sent(engine, hashes.get(size, ())[evident // size :], now)
 
-    def computed_on(self, engine: Engine, tokens: int, hashes: Mapping[int, Sequence[int]], now: float) -> None:
+    def computed_on(
+        self, engine: Engine, tokens: int, hashes: Mapping[int, Sequence[int]], evident: int, now: float
+    ) -> None:
         ranks = self.ranks.get(engine)
         if ranks is not None:
             size = self._size_of(engine)
-            self.predicted.computed(engine, hashes.get(size, ()), now)
+            self.predicted.computed(engine, hashes.get(size, ())[evident // size :], now)
             if tokens >= 2 * size and all(rank.knowledge is Knowledge.COMPLETE for rank in ranks):
                 ranks[0].computed(now)
 
@@ -334,11 +364,6 @@ class Cache:
             for engine, ranks in self.ranks.items()
             for number, rank in enumerate(ranks)
         }
-
-    def _all_holders(self) -> Iterable[tuple[Engine, Holder]]:
-        if self._holders:
-            return self._holders.items()
-        return ((engine, rank.holder) for engine, ranks in self.ranks.items() for rank in ranks)
 
 
 def _in_part(ranks: Sequence[Rank]) -> str | None:
