@@ -268,6 +268,7 @@ async def test_a_defect_ends_no_router(make_bench: MakeBench, caplog: pytest.Log
     await until(lambda: "could not be checked" in caplog.text)
     assert not running.done()
     running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
     assert broken.asked == 1
 
 
