@@ -1,12 +1,14 @@
-"""README and ARCHITECTURE are held to the code. `python tests/test_docs.py` writes the generated parts anew."""
+"""README and ARCHITECTURE are held to the code. `python -m tests.test_docs` writes the generated parts anew."""
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
 
 from controlplane.fleet import config, lifecycle, wire
+from tests.bench import report
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,9 +35,14 @@ def config_part() -> str:
     return "\n".join(["| variable | default | |", "|---|---|---|", *rows])
 
 
+def bench_part() -> str:
+    return report.markdown(json.loads((ROOT / "tests" / "bench" / "measured.json").read_text()))
+
+
 PARTS = {
     ("ARCHITECTURE.md", "lifecycle"): lifecycle_part,
     ("ARCHITECTURE.md", "limits"): limits_part,
+    ("ARCHITECTURE.md", "bench"): bench_part,
     ("README.md", "config"): config_part,
 }
 
@@ -48,7 +55,7 @@ def test_generated_parts_are_those_of_the_code() -> None:
     for (page, name), make in PARTS.items():
         found = _pattern(name).search((ROOT / page).read_text())
         assert found, f"{page} has lost its {name} markers"
-        assert found[2] == make(), f"{page}: run `python tests/test_docs.py`"
+        assert found[2] == make(), f"{page}: run `python -m tests.test_docs`"
 
 
 def test_the_fleet_file_in_architecture_is_one_the_router_takes() -> None:

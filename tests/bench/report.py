@@ -140,7 +140,8 @@ def _micro(figures: Figures) -> Iterator[list[str]]:
         " + ".join(_shown(choice[p]) for p in ("hash", "match", "weigh")) + " µs",
     ]
     for size, found in micro["tokenise"].items():
-        yield [f"token ids of {size}: known, new", f"{_shown(found['warm_us'])}, {_shown(found['cold_us'])} µs"]
+        times = ", ".join(_shown(found[name]) for name in ("again_us", "warm_us", "cold_us"))
+        yield [f"token ids of {size}: the same again, segments known, all new", f"{times} µs"]
     for case, weight in micro["bytes_per_entry"].items():
         yield [f"memory per entry: {case}", _shown(weight, "B")]
 
@@ -180,8 +181,8 @@ def text(figures: Figures) -> str:
 def markdown(figures: Figures) -> str:
     """For ARCHITECTURE.md."""
     said = (
-        f"Measured {figures['date']} on {figures['machine']}; one core for the router, load and stub engines on the others;"
-        f" {figures['connections']} connections; medians."
+        f"Measured {figures['date']} on {figures['machine']}; {figures['connections']} connections; medians of rounds in which "
+        "the routers took turns."
     )
     parts = [said, *(_markdown(rows(figures)) for rows in (_verdicts, _rows, _sizes, _micro)), *_notes(figures)]
     return "\n\n".join(parts)

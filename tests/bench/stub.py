@@ -49,13 +49,14 @@ def _chunk(delta: dict[str, object], finish: str | None = None) -> bytes:
 
 
 _MESSAGE = {"role": "assistant", "content": "word " * 16, "refusal": None, "tool_calls": [], "reasoning": None}
+# It counts no prompt: it has not read it, and routers hold an engine to its word.
 _REPLY: dict[str, object] = {
     "id": "chatcmpl-0123456789abcdef",
     "object": "chat.completion",
     "created": 1,
     "model": "m",
     "choices": [{"index": 0, "message": _MESSAGE, "logprobs": None, "finish_reason": "stop", "stop_reason": None}],
-    "usage": {"prompt_tokens": 200, "total_tokens": 216, "completion_tokens": 16, "prompt_tokens_details": None},
+    "usage": {"completion_tokens": 16, "prompt_tokens_details": None},
     "prompt_logprobs": None,
     "kv_transfer_params": None,
 }
