@@ -246,6 +246,9 @@ def check_errors(pair: EnginePair) -> None:
         (COMPLETIONS, completion(pair, n=0), 400, "BadRequestError", None),
         (CHAT, chat(pair, temperature=3), 400, "BadRequestError", "temperature"),
         (CHAT, chat(pair, max_tokens=0), 400, "BadRequestError", "max_tokens"),
+        (CHAT, chat(pair, max_tokens=10**6), 400, "BadRequestError", "max_tokens"),
+        (CHAT, chat(pair, max_completion_tokens=10**6), 400, "BadRequestError", "max_completion_tokens"),
+        (CHAT, chat(pair, min_tokens=9), 400, "BadRequestError", None),
     ]
     for path, body, status, kind, param in cases:
         reply = pair.post(pair.decode_url, path, body)

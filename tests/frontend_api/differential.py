@@ -189,6 +189,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any] | bytes]] = {
     "a limit below zero": (CHAT, chat(max_tokens=-1)),
     "a limit in words": (CHAT, chat(max_tokens="seven")),
     "a limit that streams": (CHAT, chat(max_tokens=-1, stream=True)),
+    "more than the model's length": (CHAT, chat(max_tokens=10**6)),
+    "more at least than at most": (CHAT, chat(min_tokens=9)),
     "at least as words": (CHAT, chat(min_tokens="x")),
     "stream as an object": (CHAT, chat(stream={})),
     "options without a stream": (CHAT, chat(stream_options={"include_usage": True})),

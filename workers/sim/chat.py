@@ -105,11 +105,11 @@ class Chat:
         prompt = ids(chat_text(request.messages, request.tools, settings), settings, special=False)
         check_length(prompt, settings.max_model_len)
         asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-        room = settings.max_model_len - len(prompt)
+        name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         self.job = Job(
             prompts=(prompt,),
             sampling=Sampling(
-                max_tokens=positive(room if asked is None else min(asked, room)),
+                max_tokens=answer_length(asked, name, request.min_tokens, len(prompt), settings.max_model_len),
                 min_tokens=request.min_tokens,
                 ignore_eos=request.ignore_eos,
                 stop=request.stops(),
@@ -258,8 +258,17 @@ def tool_call_id() -> str:
     return f"chatcmpl-tool-{secrets.token_hex(8)}"
 
 
-def positive(max_tokens: int) -> int:
-    """Raises `ApiError` for zero, as vLLM's sampling parameters do."""
-    if max_tokens < 1:
-        raise late(invalid(f"max_tokens must be at least 1, got {max_tokens}.", "max_tokens", max_tokens))
-    return max_tokens
+def answer_length(asked: int | None, name: str, least: int, prompt: int, longest: int) -> int:
+    """The most tokens of an answer. `name`: of the field that asks; `longest`: the model's length.
+
+    Raises `ApiError` for zero and more than the model's length, and for less than `least`, in vLLM's words.
+    """
+    if asked is not None and asked > longest:
+        say = f"{name}={asked} cannot be greater than max_model_len={longest}. Please request fewer output tokens."
+        raise late(invalid(say, name, asked))
+    length = longest - prompt if asked is None else min(asked, longest - prompt)
+    if length < 1:
+        raise late(invalid(f"max_tokens must be at least 1, got {length}.", "max_tokens", length))
+    if least > length:
+        raise late(ApiError(f"min_tokens must be less than or equal to max_tokens={length}, got {least}."))
+    return length

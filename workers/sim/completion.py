@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Iterable
 
-from workers.sim.chat import json_script, positive
+from workers.sim.chat import answer_length, json_script
 from workers.sim.generation import Choice, Generation, Job, check_length
 from workers.sim.http import DONE, ApiError, event, invalid
 from workers.sim.model_tokens import ids, vocabulary
@@ -72,11 +72,11 @@ class Completion:
         prompts = prompts_of(request.prompt, settings)
         for prompt in prompts:
             check_length(prompt, settings.max_model_len)
-        room = settings.max_model_len - max(map(len, prompts))
+        most, longest = max(map(len, prompts)), settings.max_model_len
         self.job = Job(
             prompts=prompts,
             sampling=Sampling(
-                max_tokens=positive(room if request.max_tokens is None else min(request.max_tokens, room)),
+                max_tokens=answer_length(request.max_tokens, "max_tokens", request.min_tokens, most, longest),
                 min_tokens=request.min_tokens,
                 ignore_eos=request.ignore_eos,
                 stop=request.stops(),
