@@ -24,6 +24,8 @@ MODEL = "smollm2"
 KEY = "engine-secret-of-the-real-tests"
 KV_BYTES_PER_TOKEN = 30 * 3 * 64 * 2 * 4
 """SmolLM2-135M in float32: layers × KV heads × head size × key and value × bytes."""
+TOOL_CALLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+"""Without a parser vLLM refuses every request that brings tools."""
 BLOCK_SIZE = 128
 START_SECONDS = 400
 """Three engines that start at once on two busy cores."""
@@ -59,7 +61,7 @@ class RealEngine:
             attempt=1,
             deployment="real",
             revision=1,
-            spec=spec(role, extra_args=extra_args),
+            spec=spec(role, extra_args=(*TOOL_CALLS, *extra_args)),
             secret=KEY,
         )
         self.command = command.build(
