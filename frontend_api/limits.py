@@ -32,6 +32,8 @@ PATIENCE = 0.25
 LEAST_PATIENCE = 0.01
 SETTLE_SECONDS = 0.01
 """For which a settlement waits for a reservation to go along with."""
+STOOD_STILL = 0.02
+"""Seconds by which a timer is late when this process had no CPU, or something kept its loop."""
 CALL_KEYS = 500
 """In one call: more would keep Redis from others for too long."""
 RETRY_SECONDS = 0.25
@@ -46,6 +48,39 @@ class Counter(Protocol):
 
     async def ask(self, lines: list[Line], *, last: bool = False) -> Reply: ...
     async def drop(self) -> None: ...
+
+
+class _Deadline:
+    """When the current task's call is given up. Unlike `asyncio.timeout` it does not blame the other side for time in which this
+    process itself stood still: then the answer may be there, and is read first."""
+
+    def __init__(self, at: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._graced = self._cancelled = False
+        self._at = at
+        self._timer = self._loop.call_at(at, self._come)
+
+    def end_by(self, at: float) -> None:
+        if at < self._at and not self._cancelled:
+            self._timer.cancel()
+            self._at = at
+            self._timer = self._loop.call_at(at, self._come)
+
+    def _come(self) -> None:
+        if self._loop.time() - self._at > STOOD_STILL and not self._graced:
+            self._graced = True
+            self._timer = self._loop.call_later(STOOD_STILL, self._come)
+        elif self._task is not None:
+            self._cancelled = True
+            self._task.cancel()
+
+    def passed(self) -> bool:
+        """Whether a cancellation was ours, and ours alone."""
+        return self._cancelled and self._task is not None and self._task.uncancel() == 0
+
+    def over(self) -> None:
+        self._timer.cancel()
 
 
 class KeyLimits:
@@ -70,7 +105,7 @@ class KeyLimits:
         """Keys that the counter is to hear of."""
         self._wanted = asyncio.Event()
         self._soon: asyncio.TimerHandle | None = None
-        self._call: asyncio.Timeout | None = None
+        self._call: _Deadline | None = None
         self.away = False
         """Redis does not answer: this process counts for itself."""
         self._routers = processes
@@ -94,11 +129,8 @@ class KeyLimits:
             use.waiting.append(hold)
             self._touched[use] = None
             self._wanted.set()
-            call = self._call
-            if call is not None:
-                ends, latest = call.when(), hold.at + self._patience
-                if ends is not None and ends > latest and not call.expired():
-                    call.reschedule(latest)
+            if self._call is not None:
+                self._call.end_by(hold.at + self._patience)
 
     def settle(self, hold: Hold, tokens: int, *, counts: bool = True) -> None:
         """The request has ended, having cost so many tokens. `counts`: as a request. Whatever comes second does nothing."""
@@ -240,10 +272,15 @@ class KeyLimits:
 
     async def _ask(self, lines: list[Line], ends: float, last: bool) -> Reply:
         assert self._counter is not None
+        call = self._call = _Deadline(ends)
         try:
-            async with asyncio.timeout_at(ends) as self._call:
-                return await self._counter.ask(lines, last=last)
+            return await self._counter.ask(lines, last=last)
+        except asyncio.CancelledError:
+            if call.passed():
+                raise TimeoutError from None
+            raise
         finally:
+            call.over()
             self._call = None
 
     def _succeeded(self, sent: list[Sent], reply: Reply) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter as Tally
 from hashlib import sha256
 from random import Random
@@ -505,3 +506,32 @@ async def test_the_end_frees_what_is_left() -> None:
     await limits.end()
     assert far.last
     assert far.dropped == 1
+
+
+async def test_a_process_that_stood_still_reads_the_answer_first() -> None:
+    far = Far()
+    limits = KeyLimits(far, patience=0.03)
+    requests = Requests(limits, requests_per_minute=9)
+    requests.ask()
+    task = asyncio.create_task(limits.tell())
+    await until(lambda: len(far.calls) == 1)
+    loop = asyncio.get_running_loop()
+    loop.call_soon(time.sleep, 0.1)  # the deadline passes while nothing can be read
+    loop.call_later(
+        0.035, far.answers.put_nowait, granted(far.calls[0])
+    )  # due when the loop goes on: behind the deadline
+    await task
+    assert requests.answers == [None]
+    assert not limits.away
+
+
+async def test_a_cancelled_router_is_not_taken_for_a_late_counter() -> None:
+    far = Far()
+    limits = KeyLimits(far)
+    Requests(limits, requests_per_minute=9).ask()
+    task = asyncio.create_task(limits.tell())
+    await until(lambda: len(far.calls) == 1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not limits.away
