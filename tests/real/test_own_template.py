@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -27,10 +28,12 @@ from controlplane.fleet.wire import (
 from tests.conftest import free_port
 from tests.real.conftest import await_router
 from tests.real.engines import ADDRESS, BLOCK_SIZE, KEY, MODEL, RealEngine
-from tests.real.prompt_cases import TEXT_TEMPLATE
+from tests.real.prompt_cases import KNOWN, TEXT_TEMPLATE
 from workers import tokenizer_folder
 from workers.runtimes import EngineRuntime
 
+SOME = KNOWN[::3]
+"""Every kind; that all have the ids of vLLM is shown without an engine, in `test_tokens`."""
 TEXT = "The river rises in the hills and turns east before it meets the sea. " * 12 + "What is this about?"
 
 
@@ -46,7 +49,9 @@ def engine(
     runtime: EngineRuntime, model_path: Path, template: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RealEngine]:
     folder = tmp_path_factory.mktemp("engine")
-    one = RealEngine(Role.AGGREGATED, runtime, model_path, folder, "--chat-template", str(template))
+    told = ["--chat-template", str(template), "--chat-template-content-format", "openai"]
+    told += ["--default-chat-template-kwargs", '{"enable_thinking": false}']
+    one = RealEngine(Role.AGGREGATED, runtime, model_path, folder, *told)
     try:
         one.start()
         one.await_ready()
@@ -130,3 +135,17 @@ def test_what_the_agent_makes_of_the_options_is_the_engines(
         await_metrics(url, lambda text: f'tandem_router_kv_blocks{{deployment="{MODEL}"}} 0' not in text)
         assert prompt_tokens > BLOCK_SIZE
         assert ask().headers["x-tandem-overlap"] == f"{prompt_tokens // BLOCK_SIZE * BLOCK_SIZE}/{prompt_tokens}"
+        answered = [status_of(url, path, fields, stream=bool(at % 2)) for at, (path, fields) in enumerate(SOME)]
+        assert answered.count(200) > len(SOME) * 0.8
+        text = await_metrics(url, lambda text: True)
+        assert f'tandem_router_kv_state{{deployment="{MODEL}",state="exact"}} 1' in text
+        assert 'outcome="miscount"' not in text, "the engine counts as many prompt tokens in every kind of request"
+
+
+def status_of(url: str, path: str, fields: dict[str, Any], *, stream: bool) -> int:
+    """Of a request that the router has tokens for."""
+    most = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    body = {**fields, "model": MODEL, "stream": stream, most: 2}
+    reply = httpx.post(url + path, json=body, headers={"x-tandem-explain": "1"}, timeout=120, trust_env=False)
+    assert reply.status_code != 200 or reply.headers["x-tandem-overlap"] != "unknown", fields
+    return reply.status_code
