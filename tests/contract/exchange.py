@@ -10,6 +10,7 @@ from tests.contract.kv_events import block_size
 from tests.contract.pair import PREFILL_PARAMS, EnginePair, fresh_text
 
 BYTES_MOVED = "vllm:nixl_bytes_transferred_sum"
+EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
 AFTER_EXPIRY = "vllm:nixl_num_notifications_after_expiry_total"
 FAILED = "vllm:nixl_num_failed_transfers_total"
 
@@ -103,6 +104,8 @@ def check_refusing_lets_go_of_the_kv(pair: EnginePair) -> None:
     grammar is wrong (vLLM's endpoint never sees it then) only when the lease ends."""
     usage = "vllm:kv_cache_usage_perc"
     body = completion(pair) | {"prompt": long_prompt(pair, 2 * block_size(pair) + 3)}
+    met = prefill(pair, "completion", body)  # two engines that never met shake hands first, and the notice waits
+    pair.ok(pair.decode_url, COMPLETIONS, body | {"kv_transfer_params": met})
     before = pair.metrics(pair.prefill_url)
     kept = prefill(pair, "completion", body)
     pinned = pair.metrics(pair.prefill_url)[usage]

@@ -283,6 +283,10 @@ def test_an_error_inside_a_stream_reaches_the_client(
     assert next(parts).choices
     with pytest.raises(openai.APIError):
         list(parts)
+    answer = api(url).responses.create(model="m", input=TEXT, stream=True)
+    assert next(answer).type == "response.created"
+    with pytest.raises(openai.APIError):
+        list(answer)
     events = claude(url).messages.create(model="m", messages=user, max_tokens=50, stream=True)
     assert next(events).type == "message_start"
     with pytest.raises(anthropic.APIError):
