@@ -61,6 +61,8 @@ class Trouble(StrEnum):
     AMBIGUOUS = "kv_events_ambiguous"
     SILENT = "kv_events_silent"
     """It answered a replay before and no longer does."""
+    REPLAY_ONLY = "kv_events_replay_only"
+    """Batches come by replay alone, and late: its publisher connects instead of binding, or the way to it is cut."""
 
 
 class Bound(StrEnum):
@@ -135,6 +137,10 @@ class Rank:
         self._waiting: deque[tuple[int, bytes]] = deque(maxlen=WAITING)
         self._asked: int | None = None
         self._answered = False
+        self._checking = False
+        """The replay is only to show whether something was missed."""
+        self._missed = 0
+        """Checks in a row that brought batches of which none had come live."""
         self._quiet_since = now
         self._debt = debt or Debt()
         self._restored: Knowledge | None = None
@@ -150,6 +156,8 @@ class Rank:
     def live(self, sequence: int, payload: bytes, now: float) -> None:
         """A batch from the publisher. `now`: monotonic, here and below."""
         self._heard(now)
+        self._missed = 0
+        self._trouble.pop(Trouble.REPLAY_ONLY, None)
         if self.wanted is not None or self._asked is not None:
             self._waiting.append((sequence, payload))
         else:
@@ -188,10 +196,16 @@ class Rank:
             if sequence > self._next:
                 self._lost(now)
             self._apply(sequence, payload, now)
+            if self._checking:
+                self._checking = False
+                self._missed += 1
+                if self._missed > 1:
+                    self._trouble.setdefault(Trouble.REPLAY_ONLY, now)
 
     def replay_failed(self, now: float) -> None:
         """The replay gave no answer, or none any more."""
         self._asked = None
+        self._checking = False
         self._quiet_since = now
         if self._restored is not None:
             self._forget()
@@ -205,6 +219,7 @@ class Rank:
         quiet = now - self._quiet_since > CHECK_SECONDS
         if quiet and self._replays and self._asked is None and self.wanted is None:
             self.wanted = max((self._next or 0) - 1, 0)
+            self._checking = True
         if self._debt.since is None:
             self._trouble.pop(Trouble.NOT_OBSERVED, None)
         elif now - self._debt.since > OWED_SECONDS:
@@ -322,6 +337,7 @@ class Rank:
 
     def _replay_ended(self, now: float) -> None:
         asked, self._asked = self._asked, None
+        self._checking = False
         if self.wanted is not None:
             return
         if self._restored is not None:

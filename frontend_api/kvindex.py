@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 from xxhash import xxh3_64_intdigest
 
+from frontend_api.kvblocks import FULL, Blocks
 from frontend_api.kvnames import Names
 
 MASK = (1 << 60) - 1
@@ -87,7 +88,9 @@ class Index:
         self.entries = 0
         self.block_sizes: set[int] = set()
         """Those that engines have used."""
-        self._blocks: dict[int, int] = {}
+        self.owners: dict[int, Any] = {}
+        """Whose a holder's bit is, as `add_holder` was told."""
+        self._blocks = Blocks()
         """Own hash -> bits of the holders."""
         self._sets: dict[int, int] = {}
         """One object for equal sets of holders."""
@@ -106,8 +109,9 @@ class Index:
 
     # ---- holders
 
-    def add_holder(self) -> Holder:
+    def add_holder(self, owner: object = None) -> Holder:
         holder = Holder(self._take_bit())
+        self.owners[holder.bit] = owner
         self._holders.append(holder)
         return holder
 
@@ -119,12 +123,15 @@ class Index:
             self._alive &= ~holder.bit
             self._retired.append((holder.bit, holder.blocks))
             holder.blocks = Names()
+            owner = self.owners.pop(holder.bit)
             holder.bit = self._take_bit()
+            self.owners[holder.bit] = owner
             self.counts["cleared"] += 1
 
     def drop_holder(self, holder: Holder) -> None:
         """It is gone, and its blocks with it."""
         self._holders.remove(holder)
+        del self.owners[holder.bit]
         self._alive &= ~holder.bit
         self._retired.append((holder.bit, holder.blocks))
         holder.blocks = Names()
@@ -138,19 +145,16 @@ class Index:
 
     def restore(self, holder: Holder, keys: array[int], values: array[int], most: int = 1_000) -> Iterator[None]:
         """Blocks as `Names.dump` gave them, by and by: a pause after each `most`."""
-        put, of_block, sets = holder.blocks.put, self._blocks, self._sets
+        put = holder.blocks.put
         for at in range(0, len(keys), most):
-            bit = holder.bit
             for key, own in zip(keys[at : at + most], values[at : at + most], strict=True):
                 if put(key, own) is None:
-                    having = of_block.get(own, 0) | bit
-                    of_block[own] = sets.setdefault(having, having)
-                    self.entries += 1
+                    self._mark(own, holder.bit)
             if self.entries > self.limit:
                 self._evict()
             yield
 
-    def sweep(self, most: int = 5_000) -> bool:
+    def sweep(self, most: int = 2_500) -> bool:
         """Free some memory of holders that are gone. True: there is more to do."""
         if self._retired:
             bit, blocks = self._retired[-1]
@@ -203,8 +207,11 @@ class Index:
         except (OverflowError, TypeError):
             return self.left_out("mismatched")
         of_block, bit, sets, step = self._blocks, holder.bit, self._sets, block_size * _TOKEN_BYTES
-        at = added = 0
+        table, mask = of_block.table, of_block.mask
+        at = added = new = 0
         put = blocks.put
+        if extra is not None and not any(extra):
+            extra = None
         for number, engine_hash in enumerate(hashes):
             if extra is not None and number < len(extra) and (keys := extra[number]):
                 if lora is not None and keys[0] == lora:
@@ -213,17 +220,25 @@ class Index:
                     own = _with_extra(own, keys)
             own = xxh3_64_intdigest(data[at : at + step], own) & MASK
             at += step
-            key = _key(engine_hash)
-            before = put(key, own)
-            if before is None:
-                added += 1
-            elif before != own:
+            before = put(engine_hash & MASK if type(engine_hash) is int else _key(engine_hash), own)
+            if before is not None:
+                if before == own:
+                    continue
                 self._unmark(before, bit)
-                added += 1
-            if before != own:
-                having = of_block.get(own, 0) | bit
-                of_block[own] = sets.setdefault(having, having)
+            added += 1
+            bucket = table[own & mask]
+            having = bucket.get(own)
+            if having is None:
+                if len(bucket) >= FULL:
+                    bucket = of_block.split(own)
+                    mask = of_block.mask
+                bucket[own] = bit
+                new += 1
+            else:
+                having |= bit
+                bucket[own] = sets.setdefault(having, having)
         self.entries += added
+        of_block.count += new
         self.block_sizes.add(block_size)
         self.counts["stored"] += len(hashes)
         if len(sets) > 4_096:
@@ -246,9 +261,7 @@ class Index:
     def hold(self, holder: Holder, own: int) -> None:
         """A block by its own hash, for those who know no engine's hash."""
         if holder.blocks.put(own, own) is None:
-            having = self._blocks.get(own, 0) | holder.bit
-            self._blocks[own] = self._sets.setdefault(having, having)
-            self.entries += 1
+            self._mark(own, holder.bit)
         if self.entries > self.limit:
             self._evict()
 
@@ -257,12 +270,18 @@ class Index:
         self.counts[cause] += 1
         return cause
 
+    def _mark(self, own: int, bit: int) -> None:
+        having = self._blocks.get(own) | bit
+        self._blocks.put(own, self._sets.setdefault(having, having))
+        self.entries += 1
+
     def _unmark(self, own: int, bit: int) -> None:
-        having = self._blocks.get(own, 0) & ~bit
+        bucket = self._blocks.bucket(own)
+        having = bucket.get(own, 0) & ~bit
         if having:
-            self._blocks[own] = self._sets.setdefault(having, having)
-        else:
-            self._blocks.pop(own, None)
+            bucket[own] = self._sets.setdefault(having, having)
+        elif own in bucket:
+            self._blocks.pop(own)
         self.entries -= 1
 
     def _evict(self) -> None:
@@ -287,13 +306,20 @@ class Index:
     def match(self, hashes: Sequence[int]) -> dict[int, int]:
         """How many blocks from the first on each holder has without a gap: by its bit; those with none are left out."""
         found: dict[int, int] = {}
-        get = self._blocks.get
-        left = get(hashes[0], 0) & self._alive if hashes else 0
+        left = self._blocks.get(hashes[0]) & self._alive if hashes else 0
+        if not left:
+            return found
+        table, mask = self._blocks.table, self._blocks.mask
         depth = 0
         for own in hashes:
-            having = get(own, 0) & left
+            having = table[own & mask].get(own, 0) & left
             if having != left:
-                _spread(found, left ^ having, depth)
+                gone = left ^ having
+                if depth:
+                    if gone & (gone - 1):
+                        _spread(found, gone, depth)
+                    else:
+                        found[gone] = depth
                 left = having
             if not left:
                 break

@@ -206,6 +206,28 @@ def test_a_batch_that_was_lost_at_the_end_is_found_when_it_is_quiet() -> None:
     assert line.asked == [0, 2, 4]
 
 
+def test_batches_that_only_replay_brings_are_told() -> None:
+    line = ready()
+    for block in (3, 4):
+        assert line.state == (Knowledge.COMPLETE, block, [])
+        line.buffer += run(block, block)
+        line.check()
+    assert line.state == (Knowledge.COMPLETE, 5, [Trouble.REPLAY_ONLY])
+    line.check()
+    assert line.state == (Knowledge.COMPLETE, 5, [Trouble.REPLAY_ONLY])
+    line.publish(*run(5, 5))
+    assert line.state == (Knowledge.COMPLETE, 6, [])
+
+
+def test_one_batch_that_was_lost_now_and_then_is_no_trouble() -> None:
+    line = ready()
+    for block in range(3, 11, 2):
+        line.buffer += run(block, block)
+        line.check()
+        line.publish(*run(block + 1, block + 1))
+    assert line.state == (Knowledge.COMPLETE, 11, [])
+
+
 def test_a_batch_that_comes_twice_or_was_replayed_already_is_taken_once() -> None:
     line = ready()
     line.live(line.buffer[-1])
