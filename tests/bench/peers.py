@@ -38,19 +38,20 @@ def python(peer: str) -> Path | None:
 
 
 def install(peer: str) -> None:
-    """Raises `CalledProcessError`; pip has then said why."""
+    """Raises `CalledProcessError` with what pip said."""
     where = folder(peer)
-    subprocess.run([sys.executable, "-m", "venv", "--clear", str(where)], check=True)
-    for step in STEPS[peer]:
-        subprocess.run([where / "bin" / "pip", "install", "--quiet", *step], check=True)
+    pip = (where / "bin" / "pip", "install", "--quiet")
+    for command in ((sys.executable, "-m", "venv", "--clear", where), *((*pip, *step) for step in STEPS[peer])):
+        subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     (where / "installed").touch()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("peers", nargs="*", default=[*STEPS], choices=[*STEPS, []], help="which ones (all)")
+    parser.add_argument("--only", choices=[*STEPS], help="this one alone")
+    only = parser.parse_args().only
     failed = 0
-    for peer in parser.parse_args().peers:
+    for peer in [only] if only else STEPS:
         if python(peer) is not None:
             print(f"{peer}: installed already")
             continue
@@ -58,7 +59,7 @@ def main() -> int:
         try:
             install(peer)
         except (subprocess.CalledProcessError, OSError) as error:
-            print(f"{peer}: {error}", file=sys.stderr)
+            print(f"{peer}: {getattr(error, 'output', None) or error}", file=sys.stderr)
             failed = 1
     return failed
 
