@@ -16,7 +16,8 @@ from math import inf
 USUAL_READ = 1e-4
 """Seconds in which an engine computes one token of a prompt."""
 USUAL_PULL = 1e-5
-"""Seconds per token of a KV transfer: 128 KiB per token at 13 GB/s."""
+"""Seconds per token of a hand-over: 128 KiB per token at 13 GB/s. What is learned holds all that decode's first token takes
+beyond a step, so it is no measure of the link."""
 USUAL_STEP = 0.02
 """Seconds between two tokens of an answer."""
 FASTEST, SLOWEST = 1e-7, 2.0

@@ -88,7 +88,7 @@ class Engine:
         self.read = Rate(USUAL_READ, LEAST_LEARNED)
         """Computing prompts."""
         self.pull = Rate(USUAL_PULL, LEAST_LEARNED)
-        """Fetching KV from prefill engines."""
+        """Hand-over of KV from prefill engines."""
         self.step = Rate(USUAL_STEP, LEAST_STEPS)
         """Writing one answer, token by token."""
         self.seed = xxh3_64_intdigest(spec.id.encode())

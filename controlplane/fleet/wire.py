@@ -171,7 +171,7 @@ class Disaggregate(StrEnum):
     AUTO = "auto"
     """Where a prefill engine is expected to be faster than the answering engine alone; where that is not known: always."""
     ALWAYS = "always"
-    """Every request that can be."""
+    """Every request that can be, whatever it costs."""
 
 
 class Affinity(StrEnum):
@@ -189,7 +189,8 @@ class RoutingPolicy(Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     on_prefill_failure: OnPrefillFailure = OnPrefillFailure.FALLBACK
     disaggregate: Disaggregate = Disaggregate.AUTO
     local_below_tokens: int = 0
-    """With fewer prompt tokens to compute, the answering engine computes them itself."""
+    """With fewer prompt tokens to compute, the answering engine computes them itself, whatever `disaggregate` says. Like costs and
+    temperature it needs the prompt's tokens: the modes kv and kv-approximate."""
     affinity: Affinity = Affinity.HEADER
     temperature: float = 0.0
     """Of the choice by cost: 0 takes the cheapest; above, dearer engines have a chance as in a softmax of cost ÷ temperature,
