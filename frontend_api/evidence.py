@@ -204,6 +204,8 @@ class Cache:
             elif engine.spec.events:
                 if engine not in self.ranks:
                     self.ranks[engine] = self._follow(engine, now)
+                if engine.spec.block_size:
+                    self.index.block_sizes.add(engine.spec.block_size)
                 for rank in self.ranks[engine]:
                     rank.capacity = engine.spec.kv_blocks
         self._engines = engines

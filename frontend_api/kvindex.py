@@ -88,8 +88,6 @@ class Index:
         self.entries = 0
         self.block_sizes: set[int] = set()
         """Those that engines have used."""
-        self.owners: dict[int, Any] = {}
-        """Whose a holder's bit is, as `add_holder` was told."""
         self._blocks = Blocks()
         """Own hash -> bits of the holders."""
         self._sets: dict[int, int] = {}
@@ -109,9 +107,8 @@ class Index:
 
     # ---- holders
 
-    def add_holder(self, owner: object = None) -> Holder:
+    def add_holder(self) -> Holder:
         holder = Holder(self._take_bit())
-        self.owners[holder.bit] = owner
         self._holders.append(holder)
         return holder
 
@@ -123,15 +120,12 @@ class Index:
             self._alive &= ~holder.bit
             self._retired.append((holder.bit, holder.blocks))
             holder.blocks = Names()
-            owner = self.owners.pop(holder.bit)
             holder.bit = self._take_bit()
-            self.owners[holder.bit] = owner
             self.counts["cleared"] += 1
 
     def drop_holder(self, holder: Holder) -> None:
         """It is gone, and its blocks with it."""
         self._holders.remove(holder)
-        del self.owners[holder.bit]
         self._alive &= ~holder.bit
         self._retired.append((holder.bit, holder.blocks))
         holder.blocks = Names()
