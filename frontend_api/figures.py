@@ -69,7 +69,7 @@ COUNTERS: dict[str, Metric] = {
     ),
     "stranded_total": Metric(
         ("deployment",),
-        "Prompts whose KV a prefill engine keeps until its lease ends, as no answer came of it: refused, tried again, aborted.",
+        "Prompts whose KV a prefill engine keeps until its lease ends, as no decode engine ever got it.",
     ),
     "fallbacks_total": Metric(
         ("deployment", "cause"), "Requests that should have been disaggregated and were not, by cause."

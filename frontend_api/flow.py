@@ -159,7 +159,8 @@ class Trace:
         self.overlap: int | None = None
         """Tokens that the engine which reads the prompt was expected to have; None: not known."""
         self.stranded = 0
-        """Prompts whose KV a prefill engine keeps until its lease ends, as no answer came of it."""
+        """Prompts whose KV a prefill engine keeps until its lease ends, as no decode engine has ever got its params. (One that
+        refuses them, or whose leg is cut, tells the prefill engine.)"""
 
     @property
     def costs(self) -> tuple[Cost, ...]:
@@ -315,11 +316,13 @@ def serve(
                 sent_at = clock()
                 if prompt is not None:
                     prompt.sent(decode, sent_at)
+                trace.stranded -= 1
                 answer = yield Decode(decode, outcome.params, decode in stale)
+                if isinstance(answer, Lost) and not answer.sent:
+                    trace.stranded += 1
                 if isinstance(answer, Began):
                     decode.answered()
                     reading.release()
-                    trace.stranded -= 1
                     if prompt is not None:
                         prompt.computed(decode, clock())
                     if not answer.whole:

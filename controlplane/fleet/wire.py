@@ -359,7 +359,8 @@ class RequestRecord(Struct, frozen=True):
     overhead_us: float = 0.0
     """The router's own time before the first upstream byte was sent, in microseconds."""
     stranded: int = 0
-    """Prompts whose KV a prefill engine keeps until its lease ends, as no answer came of it: `kv_expired` counts them later."""
+    """Prompts whose KV a prefill engine keeps until its lease ends, as no decode engine ever got it: `kv_expired` counts them
+    later."""
     queue_seconds: float | None = None
     """Spent waiting in the router because every engine was full; None: it did not have to. No part of `overhead_us`."""
 

@@ -297,25 +297,26 @@ def test_an_other_routers_prompts_count_for_the_time_a_prompt_took() -> None:
     [
         ([KV, OK], 0),
         ([NO_KV, OK], 0),
-        ([KV, says(Replied(400, b""))], 1),
+        ([KV, says(Replied(400, b""))], 0),  # it tells the prefill engine
+        ([KV, says(RESET), KV, OK], 0),
         ([KV, says(REFUSED), OK], 0),
-        ([KV, says(RESET), KV, OK], 1),
+        ([KV, says(REFUSED), says(REFUSED)], 1),
         ([lambda c: prefilled(c, LEASE_SECONDS), KV, OK], 1),
     ],
-    ids=["answered", "no params", "decode refuses", "another decode", "prefilled again", "too late"],
+    ids=["answered", "no params", "decode refuses", "prefilled again", "another decode", "no decode", "too late"],
 )
 def test_kv_that_nobody_fetched_is_noted(script: list[Any], stranded: int) -> None:
     _, _, trace = walk(fleet("p0", "d0", "d1"), script)
     assert trace.stranded == stranded
 
 
-def test_kv_of_a_client_that_left_between_the_legs_is_noted() -> None:
+def test_kv_of_a_client_that_left_while_decode_answers_is_not_stranded() -> None:
     deployment, clock, trace = fleet("p0", "d0"), Clock(), Trace()
     flow = serve(deployment, None, trace, clock)
     flow.send(None)
     flow.send(prefilled(clock))
     flow.close()
-    assert (trace.stranded, load(deployment)) == (1, {})
+    assert (trace.stranded, load(deployment)) == (0, {})
 
 
 def test_a_session_keeps_its_engines_when_decode_is_tried_again() -> None:
