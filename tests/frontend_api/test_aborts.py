@@ -24,8 +24,6 @@ CHAT = "/v1/chat/completions"
 WARM_UP = 2_000
 ABORTS = 10_000
 AT_ONCE = 60
-LIMIT = 10
-"""Requests at one engine: many others wait."""
 BLOCK = 16
 TOKENS = array("i", range(4 * BLOCK))
 
@@ -35,6 +33,10 @@ class SameTokens:
 
     def at_once(self, endpoint: object, body: bytes) -> array[int]:
         return TOKENS
+
+
+def policy(limit: int) -> RoutingPolicy:
+    return RoutingPolicy(mode=RoutingMode.KV, disaggregate=Disaggregate.ALWAYS, max_in_flight=limit)
 
 
 def stored() -> bytes:
@@ -72,10 +74,13 @@ def forget(site: Site, stages: Counter[str]) -> None:
 
 async def test_random_aborts_leave_nothing_behind(make_site: MakeSite) -> None:
     dice = random.Random(7)
+    decoding: set[str] = set()
 
     async def unsteady(heard: Heard, writer: asyncio.StreamWriter) -> None:
         reads = heard.body["kv_transfer_params"].get("do_remote_decode")
-        await asyncio.sleep(dice.choice((0, 0, 0.002, 0.005) if reads else (0, 0.02, 0.2)))
+        if not reads:
+            decoding.add(heard.headers["x-request-id"])
+        await asyncio.sleep(dice.choice((0, 0, 0.002, 0.005) if reads else (0, 0.01, 0.03)))
         if heard.body.get("stream") and not reads:
             for part in (STREAM_HEAD + framed(ROLE), *(framed(chunk("t")) for _ in range(5)), framed(DONE) + LAST):
                 if writer.is_closing():
@@ -88,7 +93,7 @@ async def test_random_aborts_leave_nothing_behind(make_site: MakeSite) -> None:
     site = await make_site()
     for name, role in (("p0", Role.PREFILL), ("p1", Role.PREFILL), ("d0", Role.DECODE), ("d1", Role.DECODE)):
         await site.engine(name, role, unsteady, events=f"tcp://{name}:1", block_size=BLOCK)
-    site.publish(policy=RoutingPolicy(mode=RoutingMode.KV, disaggregate=Disaggregate.ALWAYS, max_in_flight=LIMIT))
+    site.publish(policy=policy(1))
     cache = site.evidence.of(site.view.deployments["m"])
     assert cache is not None
     cache.tokens = SameTokens()
@@ -99,22 +104,27 @@ async def test_random_aborts_leave_nothing_behind(make_site: MakeSite) -> None:
 
     async def leave(number: int) -> None:
         async with gate, Client(site.port) as client:
-            data = request(CHAT, {**PROMPT, "stream": number % 2 == 0})
+            name = f"r{number}"
+            data = request(CHAT, {**PROMPT, "stream": number % 2 == 0}, **{"X-Request-Id": name})
             how = dice.random()
             client.send(data[: dice.choice((5, 60, len(data) - 1))] if how < 0.1 else data)
             if how > 0.5 and number % 2 == 0:
                 await client.head()  # its stream has begun
+            elif how > 0.9:
+                await until(lambda: name in decoding, 60.0)  # its prompt has been read
             elif how > 0.3:
-                await asyncio.sleep(dice.choice((0.001, 0.01, 0.05, 0.1)))
+                await asyncio.sleep(dice.choice((0.001, 0.01, 0.03, 0.05)))
             else:
                 for _ in range(dice.randrange(40)):
                     await asyncio.sleep(0)
 
     async def storm(aborts: int) -> tuple[int, int]:
         """Returns how many objects there are afterwards, and bytes."""
-        for _ in range(0, aborts, 1_000):
+        for batch in range(aborts // 1_000):
+            site.publish(policy=policy(2 if batch % 2 else 100))  # nearly all wait, or nobody does
             await asyncio.gather(*(leave(number) for number in range(1_000)))
             forget(site, stages)
+            decoding.clear()
         await site.settled()
         await until(lambda: not site.server.connections)
         pools = [site.upstreams.pool(engine) for engine in site.view.engines()]
@@ -135,7 +145,7 @@ async def test_random_aborts_leave_nothing_behind(make_site: MakeSite) -> None:
     assert more_objects - objects < 1_000
     assert more_memory - memory < 16 << 20
     assert index() == known
-    assert min(stages[name] for name in ("waiting", "prefill", "decode", "streaming")) > 20, stages
+    assert min(stages[name] for name in ("waiting", "prefill", "decode", "streaming")) > 100, stages
     assert not {Result.FAILED, Result.TRUNCATED, Result.REFUSED} & {*stages}
     assert {e.health.value for e in site.view.engines()} == {"up"}
 
