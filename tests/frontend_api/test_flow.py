@@ -372,9 +372,10 @@ def test_whoever_waits_holds_nothing_and_no_engine_gets_more_than_it_may(
             else:
                 assert all(engine.load <= 2 for engine in members)
                 good: Outcome = prefilled(clock) if isinstance(step, Prefill) else Began()
-                outcome = {
+                bad: dict[str, Outcome] = {
                     "refused": REFUSED, "reset": RESET, "500": Replied(500, b""), "429": Replied(429, b"", 3.0),
-                }.get(word, good)  # fmt: skip
+                }  # fmt: skip
+                outcome = bad.get(word, good)
             step = flow.send(outcome)
     except StopIteration:
         pass
