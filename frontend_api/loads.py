@@ -26,7 +26,10 @@ log = logging.getLogger(__name__)
 
 ENGINES = 2_048
 """For which a process has room; the loads of further ones are not seen by its siblings."""
-REFRESH_SECONDS = 0.001
+REFRESH_SECONDS = 0.00025
+"""For each sibling that is to be looked at, so that looking costs a process about one part in a hundred at most …"""
+LEAST_REFRESH_SECONDS = 0.001
+"""… and no less than this."""
 SILENCE_SECONDS = 3.0
 """After which a router of another host that says nothing is taken to have no load."""
 _NAMES_SUM, _NAMES, _CLAIM, _LINE = 0, 1, 2, 3
@@ -115,6 +118,7 @@ class Loads:
             if table is not None
             else []
         )
+        self._pause = max(LEAST_REFRESH_SECONDS, REFRESH_SECONDS * len(self._siblings))
         self._cells: dict[Engine, int] = {}
         self._engines: list[Engine] = []
         self._positions: dict[int, int] = {}
@@ -175,7 +179,7 @@ class Loads:
 
     def look(self, now: float) -> None:
         """See what the others have at this moment."""
-        self._next = now + REFRESH_SECONDS
+        self._next = now + self._pause
         anew, self._anew = self._anew, False
         changed = anew
         for sibling in self._siblings:
