@@ -247,23 +247,51 @@ NAMES = st.lists(st.sampled_from(["p0", "p1", "p2", "d0", "d1", "d2"]), unique=T
 PAIRS = st.lists(st.tuples(st.sampled_from(["p0", "p1", "p2"]), st.sampled_from(["d0", "d1", "d2"])), max_size=9)
 
 
-@given(NAMES, PAIRS, st.sets(st.sampled_from(["p0", "p1", "d0", "d1"])), st.sampled_from(RoutingMode), st.booleans())
+POLICIES = st.builds(
+    RoutingPolicy,
+    mode=st.sampled_from(RoutingMode),
+    disaggregate=st.sampled_from(Disaggregate),
+    local_below_tokens=st.sampled_from([0, 450]),
+    temperature=st.sampled_from([0.0, 0.3]),
+)
+
+
+@given(
+    NAMES,
+    PAIRS,
+    st.sets(st.sampled_from(["p0", "p1", "d0", "d1"])),
+    POLICIES,
+    st.booleans(),
+    st.sampled_from([None, b"a", b"b"]),
+    st.lists(st.integers(0, 30), min_size=6, max_size=6),
+    st.floats(0, 1, exclude_max=True),
+)
 def test_a_choice_is_never_broken_or_avoided_and_is_made_when_it_can_be(
-    names: list[str], broken: list[tuple[str, str]], bad: set[str], mode: RoutingMode, known: bool
+    names: list[str],
+    broken: list[tuple[str, str]],
+    bad: set[str],
+    policy: RoutingPolicy,
+    known: bool,
+    session: bytes | None,
+    loads: list[int],
+    chance: float,
 ) -> None:
-    deployment = fleet(
-        *names, broken_pairs=tuple(broken), policy=RoutingPolicy(mode=mode, disaggregate=Disaggregate.ALWAYS)
-    )
-    avoid = {e for e in (*deployment.prefill, *deployment.decode) if e.id in bad}
+    deployment = fleet(*names, broken_pairs=tuple(broken), policy=policy)
+    engines = (*deployment.prefill, *deployment.decode)
+    for engine, load in zip(engines, loads, strict=False):
+        engine.in_flight = load
+    avoid = {e for e in engines if e.id in bad}
     prompt = asked(deployment, 500, **dict.fromkeys(names[:2], 64)) if known else None
-    choice = choose(deployment, now=0.0, avoid=avoid, prompt=prompt)
+    choice = choose(deployment, now=0.0, avoid=avoid, prompt=prompt, session=session, chance=lambda: chance)
     good = [n for n in names if n not in bad]
     decodes = [n for n in good if n[0] == "d"]
     pairs = [(p, d) for p in good if p[0] == "p" for d in decodes if (p, d) not in broken]
+    local = choice.reason in (Reason.LOCAL_CHEAPER, Reason.LOCAL_BELOW_THRESHOLD)
     assert (choice.decode is not None) is bool(decodes)
-    assert (choice.prefill is not None) is bool(pairs)
+    assert (choice.prefill is not None or local) is bool(pairs)
+    assert not local or (known and (policy.disaggregate is Disaggregate.AUTO or policy.local_below_tokens))
     if choice.prefill is not None and choice.decode is not None:
         assert (choice.prefill.id, choice.decode.id) in pairs
     elif choice.decode is not None:
-        assert choice.fallback
+        assert choice.fallback is not local
         assert choice.decode.id in decodes
