@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from frontend_api.flow import LEASE_SECONDS
-from tests.contract.exchange import AFTER_EXPIRY, FAILED
+from tests.contract.exchange import AFTER_EXPIRY, EXPIRED, FAILED
 from tests.contract.pair import EnginePair
 from tests.real.conftest import Site
 from tests.real.test_answers import ask, chat, long_text
@@ -26,7 +26,6 @@ ABORTS = 100
 AT_ONCE = 6
 KV_USE = "vllm:kv_cache_usage_perc"
 BUSY = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
 
 
 def leave(url: str, tokens: int, *, after: float, chunks: int) -> int:
@@ -75,11 +74,11 @@ def test_a_hundred_aborts_leave_no_kv_behind(site: Site, pair: EnginePair) -> No
     with ThreadPoolExecutor(AT_ONCE) as pool:
         moments = [
             *(
-                {"tokens": 120, "after": dice.uniform(0.001, 0.6), "chunks": 0} for _ in range(ABORTS * 4 // 10)
+                {"tokens": 120, "after": dice.uniform(0.001, 0.6), "chunks": 0} for _ in range(ABORTS * 5 // 10)
             ),  # prefill
             *({"tokens": 20, "after": dice.uniform(0.1, 1.0), "chunks": 0} for _ in range(ABORTS * 3 // 10)),  # between
             *(
-                {"tokens": 20, "after": 0.0, "chunks": dice.randint(2, 5)} for _ in range(ABORTS * 3 // 10)
+                {"tokens": 20, "after": 0.0, "chunks": dice.randint(2, 5)} for _ in range(ABORTS * 2 // 10)
             ),  # mid-stream
         ]
         dice.shuffle(moments)

@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
 
+from tests.frontend_api import differential as d
 from tests.frontend_api.libraries import added_up, essence
+from tests.frontend_api.test_relay import DROPPED, KEPT
 from tests.real.conftest import Counters, Site
 from tests.real.engines import KEY, MODEL
 from tests.real.test_answers import LOCAL, TRANSFERRED
@@ -64,6 +67,18 @@ def test_chat(api: openai.OpenAI, decode_counters: Counters, case: str) -> None:
     grown = decode_counters.grown(TRANSFERRED)
     assert grown[LOCAL] == 0
     assert grown[TRANSFERRED] == 2 * whole.usage.prompt_tokens
+
+
+def test_prefill_takes_every_field_that_it_gets(site: Site, decode_counters: Counters) -> None:
+    """Cases peer-S9, dyn-B1. Tools and formats have tests of their own here."""
+    odd = ("tools", "tool_choice", "response_format", "stop", "stop_token_ids")
+    body = {"model": MODEL, "messages": USER, **DROPPED, "max_tokens": 6, "max_completion_tokens": 7, "stream": True}
+    body |= {name: value for name, value in KEPT.items() if name not in odd}
+    headers = {"x-tandem-explain": "1"}
+    reply = httpx.post(site.router_url + d.CHAT, json=body, headers=headers, timeout=120, trust_env=False)
+    assert reply.status_code == 200, reply.text
+    assert (reply.headers["x-tandem-prefill"], reply.headers["x-tandem-fallback"]) == (site.prefill.role, "-")
+    assert decode_counters.grown(TRANSFERRED)[LOCAL] == 0
 
 
 @pytest.mark.parametrize("choice", ["required", "auto", TOOLS[1]], ids=["some", "any", "by name"])

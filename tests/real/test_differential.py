@@ -12,6 +12,7 @@ import pytest
 
 from controlplane.fleet.wire import FleetSnapshot, RoutingPolicy, SnapshotDeployment, SnapshotEngine, encode
 from tests.conftest import free_port
+from tests.contract.exchange import EXPIRED
 from tests.contract.pair import EnginePair
 from tests.frontend_api import differential as d
 from tests.real.conftest import Site, await_router
@@ -106,6 +107,15 @@ def test_refusals(site: Site, alone: str, client: httpx.Client, name: str) -> No
     assert d.ask(client, site.router_url, path, body, "same") == expected
 
 
-def test_no_refused_request_keeps_kv(pair: EnginePair) -> None:
-    """What prefill took and decode refused, above: decode told prefill so."""
-    pair.settled(pair.prefill_url, lambda samples: samples["vllm:kv_cache_usage_perc"] == 0)
+@pytest.mark.parametrize("name", ["more than the model's length", "more at least than at most"])
+def test_what_decode_refuses_keeps_no_kv(site: Site, pair: EnginePair, client: httpx.Client, name: str) -> None:
+    """Prefill took it; decode tells prefill that it did not. (Two engines that never met shake hands first, and the notice
+    then waits for decode's next request: here they have met.)"""
+    assert d.ask(client, site.router_url, d.CHAT, d.chat(model=MODEL), "met").status == 200
+    before = pair.metrics(pair.prefill_url)
+    path, body = d.REFUSED[name]
+    assert isinstance(body, dict)
+    assert d.ask(client, site.router_url, path, body | {"model": MODEL}, "refused").status == 400
+    after = pair.settled(pair.prefill_url, lambda samples: samples["vllm:kv_cache_usage_perc"] == 0)
+    assert after["vllm:prompt_tokens_total"] > before["vllm:prompt_tokens_total"]
+    assert after[EXPIRED] == before[EXPIRED]
