@@ -162,6 +162,8 @@ class Cache:
         self.ranks: dict[Engine, tuple[Rank, ...]] = {}
         """Of the engines that publish events."""
         self.predicted = Predicted()
+        self._restarts: dict[Engine, int] = {}
+        """Of the engines that something was predicted of, as they were then."""
         self.mode = deployment.routing.mode
         self.tokenization: dict[Engine, Tokenization] = {}
         """Of the engines that were asked (`tokencheck`)."""
@@ -228,6 +230,7 @@ class Cache:
 
     def _leave(self, engine: Engine) -> None:
         self.predicted.forget(engine)
+        self._restarts.pop(engine, None)
         for rank in self.ranks.pop(engine):
             self._left_counts += rank.counts()
             rank.close()
@@ -269,6 +272,9 @@ class Cache:
                     overlap = {engine: blocks * size for engine, holder in self._holding if (blocks := get(holder.bit))}
         evident = overlap
         for engine in self.predicted.engines:
+            if not self._may_predict(engine):
+                self.predicted.forget(engine)
+                continue
             size = self._size_of(engine)
             held = overlap.get(engine, 0) // size
             blocks = self.predicted.depth(engine, hashes.get(size, ()), held)
@@ -283,9 +289,18 @@ class Cache:
         holder = self._holders.get(engine)
         if holder is not None:
             self._sent.record(holder, hashes.get(_block_size(engine), ()), now)
-        elif any(rank.evident for rank in self.ranks.get(engine, ())):
+        elif self._may_predict(engine):
             size = self._size_of(engine)
             self.predicted.sent(engine, hashes.get(size, ())[evident // size :], now)
+
+    def _may_predict(self, engine: Engine) -> bool:
+        """Its events can prove a prediction, and it is the process that was predicted of."""
+        ranks = self.ranks.get(engine)
+        if ranks is None:
+            return False
+        restarts = sum(rank.restarts for rank in ranks)
+        before, self._restarts[engine] = self._restarts.get(engine, restarts), restarts
+        return before == restarts and any(rank.evident for rank in ranks)
 
     def computed_on(
         self, engine: Engine, tokens: int, hashes: Mapping[int, Sequence[int]], evident: int, now: float
