@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -23,17 +23,20 @@ from controlplane.fleet import config
 from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import (
+    LOADS_CHANNEL,
     REQUESTS_STREAM,
     SNAPSHOT_KEY,
     Affinity,
     Disaggregate,
     FleetSnapshot,
     OnPrefillFailure,
+    RouterLoads,
     RoutingMode,
     RoutingPolicy,
     SnapshotDeployment,
     SnapshotEngine,
     SnapshotKey,
+    decode,
     encode,
 )
 from frontend_api import standalone
@@ -323,6 +326,40 @@ async def test_real_routers_do_not_herd(run: Run, tmp_path: Path, processes: int
             assert (await client.reply()).status == 200
     for engine in engines:
         await engine.stop()
+
+
+async def test_routers_of_two_hosts_see_each_others_loads(run: Run, engine: ScriptedEngine, redis_url: str) -> None:
+    """One engine that may have one request: the second host's waits until the first host's is over."""
+    free = asyncio.Event()
+
+    async def later(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        await free.wait()
+        await answer_well(heard, writer)
+
+    engine.answer = later
+    control = redis.Redis.from_url(redis_url)
+    engines = (SnapshotEngine(id="a", name="a", attempt=1, role=Role.AGGREGATED, url=engine.url),)
+    deployment = SnapshotDeployment("d", "m", RoutingPolicy(max_in_flight=1), engines)
+    control.set(SNAPSHOT_KEY, encode(FleetSnapshot(1, deployments=(deployment,))))
+    one = await run("--no-auth", REDIS_URL=redis_url)
+    two = await run("--no-auth", "--processes", "2", REDIS_URL=redis_url)
+    await until(lambda: cast(list[tuple[bytes, int]], control.pubsub_numsub(LOADS_CHANNEL))[0][1] == 3)
+    ear = control.pubsub(ignore_subscribe_messages=True)
+    ear.subscribe(LOADS_CHANNEL)
+    first = asyncio.create_task(ask(one.port, CHAT, PROMPT))
+    told = 0
+    async with asyncio.timeout(10):
+        while told < 2:  # what is told again was heard before
+            message = await asyncio.to_thread(ear.get_message, timeout=1.0)
+            told += message is not None and decode(message["data"], RouterLoads).loads == {"a:1": (1, 0)}
+    second = asyncio.create_task(ask(two.port, CHAT, PROMPT))
+    async with asyncio.timeout(10):
+        while b'tandem_router_waiting{deployment="d"} 1' not in (await ask(two.port, "/metrics")).body:
+            await asyncio.sleep(0.05)
+    assert len(engine.heard) == 1
+    free.set()
+    assert [(await first).status, (await second).status] == [200, 200]
+    ear.close()
 
 
 async def test_loads_and_limits_are_one_for_all_processes(run: Run, engine: ScriptedEngine, tmp_path: Path) -> None:
