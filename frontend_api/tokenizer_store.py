@@ -41,7 +41,7 @@ class TokenizerStore:
         if path and Path(path).is_dir():
             return Path(path)
         if not digest:
-            raise Absent("the engines' machine does not offer their tokenizer")
+            raise Absent(f"there is no folder {path} on this machine, and no copy of the tokenizer is offered")
         if copy.is_dir():
             return copy
         if self._fetch is None:

@@ -86,7 +86,7 @@ def test_what_is_wrong_is_absent_and_leaves_nothing_behind(tmp_path: Path, wrong
 
 @pytest.mark.parametrize("fetch", [None, Redis()])
 def test_without_an_offer_there_is_none(tmp_path: Path, fetch: Redis | None) -> None:
-    with pytest.raises(Absent):
+    with pytest.raises(Absent, match="no folder /of/another/machine on this machine"):
         TokenizerStore(tmp_path, fetch).folder("/of/another/machine", "")
     with pytest.raises(Absent):
         TokenizerStore(tmp_path, fetch).folder("/of/another/machine", KEY)
