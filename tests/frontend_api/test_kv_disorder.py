@@ -1,0 +1,221 @@
+"""Events that come in disorder, late, twice, by replay alone or not at all: what the router tells its clients then. Real ZMQ."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from controlplane.fleet.model import Role
+from controlplane.fleet.wire import RoutingMode, RoutingPolicy
+from frontend_api import kvevents, kvlisten
+from frontend_api.evidence import Cache, TokenSource
+from frontend_api.kvlisten import Follower
+from frontend_api.openai import Endpoint
+from tests.frontend_api.client import ask
+from tests.frontend_api.conftest import MakeSite, Site, until
+from tests.frontend_api.publisher import Publisher
+from tests.frontend_api.scripted import USAGE, Heard, chat_reply, unary
+
+SIZE = 16
+LINES = [[seed * 1_000 + n for n in range(4 * SIZE)] for seed in range(1, 9)]
+
+
+class Ids:
+    marks = ()
+
+    def at_once(self, endpoint: Endpoint, body: bytes) -> array[int] | None:
+        return array("I", msgspec.json.decode(body)["prompt"])
+
+
+class Scene:
+    """A router in front of one engine, whose events the test sends."""
+
+    def __init__(self, site: Site, publisher: Publisher) -> None:
+        self.site = site
+        self.publisher = publisher
+        tokens: TokenSource = Ids()
+        self._follower = asyncio.create_task(Follower(site.evidence, lambda folder, key: tokens).run())
+
+    async def close(self) -> None:
+        self._follower.cancel()
+        await asyncio.gather(self._follower, return_exceptions=True)
+        await self.publisher.close()
+
+    async def told(self, line: list[int]) -> tuple[str, str, str]:
+        """State, reasons and overlap, as a client hears them."""
+        body = {"model": "m", "prompt": line, "max_tokens": 1}
+        reply = await ask(self.site.port, "/v1/completions", body, **{"x-tandem-explain": "1"})
+        assert reply.status == 200
+        headers = reply.headers
+        return headers["x-tandem-state"], headers["x-tandem-state-because"], headers["x-tandem-overlap"]
+
+    @property
+    def cache(self) -> Cache:
+        cache = self.site.evidence.of(self.site.view.deployments["m"])
+        assert cache is not None
+        return cache
+
+    @property
+    def standing(self) -> tuple[str, dict[str, str]]:
+        state, reasons = self.cache.standing()
+        return state.value, dict(reasons)
+
+    async def stands(self, state: str, why: str | None = None) -> None:
+        await until(lambda: self.standing == (state, {"a": why} if why else {}))
+
+    async def heard(self) -> None:
+        """A first batch has come live."""
+        await self.stands("exact")
+        first = LINES[7]
+        while not self.cache.index.entries:
+            self.publisher.publish(self.publisher.stored(first))
+            await asyncio.sleep(0.01)
+
+
+async def _answer(heard: Heard, writer: asyncio.StreamWriter) -> None:
+    """Counts the prompt's tokens as the router does."""
+    writer.write(unary(chat_reply(usage={**USAGE, "prompt_tokens": len(heard.body["prompt"])})))
+
+
+MakeScene = Callable[..., Awaitable[Scene]]
+
+
+@pytest_asyncio.fixture
+async def make_scene(make_site: MakeSite, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MakeScene]:
+    monkeypatch.setattr(kvevents, "CHECK_SECONDS", 0.2)
+    monkeypatch.setattr(kvlisten, "REPLAY_SECONDS", 0.2)
+    scenes: list[Scene] = []
+
+    async def make(*, replay: bool = True) -> Scene:
+        publisher = Publisher(size=SIZE)
+        site = await make_site()
+        scenes.append(Scene(site, publisher))
+        address = publisher.replay if replay else ""
+        await site.engine("a", Role.AGGREGATED, _answer, block_size=SIZE, events=publisher.events, replay=address)
+        site.publish(policy=RoutingPolicy(mode=RoutingMode.KV))
+        return scenes[-1]
+
+    yield make
+    for scene in scenes:
+        await scene.close()
+
+
+async def test_batches_in_disorder_are_put_in_order(make_scene: MakeScene) -> None:
+    scene = await make_scene()
+    await scene.heard()
+    publisher = scene.publisher
+    one = publisher.batch(publisher.stored(LINES[0][:32]))
+    two = publisher.batch(publisher.stored(LINES[0], 2))
+    three = publisher.batch(publisher.removed(LINES[0], 3), publisher.stored(LINES[1]))
+    publisher.send(three, one, two, one)
+    cache = scene.cache
+    await until(lambda: cache.index.entries == 4 + 3 + 4)
+    assert await scene.told([*LINES[0], 7]) == ("exact", "-", "48/65")
+    assert await scene.told([*LINES[1], 7]) == ("exact", "-", "64/65")
+
+
+async def test_batches_that_are_late_are_replayed_and_not_taken_twice(make_scene: MakeScene) -> None:
+    scene = await make_scene()
+    await scene.heard()
+    publisher = scene.publisher
+    late = [publisher.batch(publisher.stored(LINES[n])) for n in range(4)]
+    cache = scene.cache
+    await until(lambda: cache.index.entries == 4 + 16)  # found by the check
+    publisher.send(*late[-1:])
+    publisher.publish(publisher.removed(LINES[0]))
+    await until(lambda: cache.index.entries == 4 + 12)
+    assert await scene.told([*LINES[3], 7]) == ("exact", "-", "64/65")
+    assert await scene.told([*LINES[0], 7]) == ("exact", "-", "0/65")
+
+
+async def test_a_gap_that_nobody_closes_costs_the_blocks_and_is_told(make_scene: MakeScene) -> None:
+    scene = await make_scene()
+    await scene.heard()
+    publisher = scene.publisher
+    publisher.publish(publisher.stored(LINES[0]))
+    await until(lambda: scene.cache.index.entries == 8)
+    publisher.batch(publisher.removed(LINES[0]))  # is never sent
+    publisher.forget(1)
+    publisher.buffer.clear()
+    entry = publisher.batch(publisher.stored(LINES[1]))
+    publisher.send(entry)
+    await scene.stands("degraded", "kv_events_gap")
+    assert await scene.told([*LINES[0], 7]) == ("degraded", "a=kv_events_gap", "0/65")
+    assert await scene.told([*LINES[1], 7]) == ("degraded", "a=kv_events_gap", "64/65")
+
+
+async def test_without_a_replay_address_a_gap_is_told_at_once(make_scene: MakeScene) -> None:
+    scene = await make_scene(replay=False)
+    publisher = scene.publisher
+    await scene.stands("blind", "not-heard")
+    cache = scene.cache
+    while not cache.index.entries:
+        publisher.publish(publisher.stored(LINES[0]))
+        await asyncio.sleep(0.01)
+    publisher.batch(publisher.removed(LINES[0]))
+    publisher.publish(publisher.stored(LINES[1]))
+    await scene.stands("degraded", "kv_events_gap")
+    assert (await scene.told([*LINES[0], 7]))[2] == "0/65"
+
+
+async def test_a_publisher_that_connects_instead_of_binding_is_told(make_scene: MakeScene) -> None:
+    scene = await make_scene()
+    await scene.stands("exact")
+    publisher = scene.publisher
+    cache = scene.cache
+    for line in LINES[:2]:
+        publisher.batch(publisher.stored(line))  # reaches nobody but the replay
+        entries = cache.index.entries
+        await until(lambda before=entries: cache.index.entries == before + 4)  # type: ignore[misc]
+    await scene.stands("degraded", "kv_events_replay_only")
+    assert await scene.told([*LINES[1], 7]) == ("degraded", "a=kv_events_replay_only", "64/65")
+    publisher.publish(publisher.stored(LINES[2]))
+    await scene.stands("exact")
+
+
+async def test_an_engine_that_answers_and_tells_nothing_makes_it_blind_and_it_stays_so(
+    make_scene: MakeScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvevents, "OWED_SECONDS", 0.5)
+    scene = await make_scene()
+    await scene.stands("exact")
+    await scene.told([*LINES[0], 7])
+    await scene.stands("blind", "kv_events_not_observed")
+    for line in LINES * 2:
+        assert await scene.told([*line, 7]) == ("blind", "a=kv_events_not_observed", "0/65")
+    publisher = scene.publisher
+    publisher.publish(publisher.stored(LINES[0]))
+    await scene.stands("exact")
+    assert (await scene.told([*LINES[0], 7]))[2] == "64/65"
+
+
+async def test_two_sources_on_one_address_are_told(make_scene: MakeScene) -> None:
+    scene = await make_scene()
+    await scene.heard()
+    scene.publisher.rank = 5
+    scene.publisher.publish(scene.publisher.stored(LINES[0]))
+    await scene.stands("degraded", "kv_events_ambiguous")
+
+
+async def test_an_engine_that_starts_again_starts_empty(make_scene: MakeScene) -> None:
+    scene = await make_scene()
+    await scene.heard()
+    publisher = scene.publisher
+    publisher.publish(publisher.stored(LINES[0]))
+    await until(lambda: scene.cache.index.entries == 8)
+    batches = publisher.sequence
+    await publisher.close()
+    scene.publisher = again = Publisher(publisher.ports, size=SIZE)
+    for line in LINES[2:6]:
+        again.publish(again.stored(line))
+    cache = scene.cache
+    assert cache.engines
+    await until(lambda: cache.counts()["restarts"] == 1 and scene.standing == ("exact", {}))
+    await until(lambda: len(again.buffer) == cache.ranks[cache.engines[0]][0].batches - batches)
+    assert (await scene.told([*LINES[0], 7]))[2] == "0/65"
+    assert (await scene.told([*LINES[5], 7]))[2] == "64/65"
