@@ -31,6 +31,11 @@ class Waiter(Protocol):
         """It has waited for as long as it may, and has left its place."""
 
 
+def _claim(priority: int, since: float) -> int:
+    """Smaller is more urgent; never 0. Comparable between the processes of one host. `since`: monotonic."""
+    return (-max(min(priority, 1 << 14), -1 << 14) << 48) + int(since * 1000)
+
+
 class Place:
     """One request's place in a line."""
 
@@ -47,8 +52,7 @@ class Place:
 
     @property
     def claim(self) -> int:
-        """Smaller is more urgent; never 0. Comparable between the processes of one host."""
-        return (-max(min(self.priority, 1 << 14), -1 << 14) << 48) + int(self.since * 1000)
+        return _claim(self.priority, self.since)
 
 
 class Line:
@@ -116,10 +120,16 @@ class Waiting:
         return ((name, len(line)) for name, line in self._lines.items())
 
     def before(self, deployment: Deployment, *, alone: bool, priority: int) -> bool:
-        """Whether a newcomer has to queue up behind somebody."""
+        """Whether a newcomer has to queue up behind somebody, here or in a sibling."""
         line = self._lines.get(deployment.served_name)
         first = line.first(alone=alone) if line is not None else None
-        return first is not None and first.priority >= priority
+        if first is not None:
+            return first.priority >= priority
+        claims = self._loads.claims()
+        if not claims:
+            return False
+        key, own = crc32(deployment.served_name.encode()), _claim(priority, monotonic())
+        return any(of == key and claim <= own for claim, of in claims)
 
     def join(self, deployment: Deployment, waiter: Waiter, *, alone: bool, priority: int) -> Place | None:
         """A place at the end of the line; None: the line is full."""
@@ -131,7 +141,7 @@ class Waiting:
         place.timer = asyncio.get_running_loop().call_later(policy.queue_seconds, self._give_up, place)
         self._lines[name] = line
         line.add(place)
-        self._claim()
+        self._show_claim()
         self._soon()  # what became free between looking and standing here was told to nobody
         return place
 
@@ -145,7 +155,7 @@ class Waiting:
         line.remove(place)
         if not len(line):
             del self._lines[line.name]
-        self._claim()
+        self._show_claim()
 
     def follow(self, view: View) -> None:
         """A new snapshot: other engines, other limits."""
@@ -173,7 +183,7 @@ class Waiting:
         self.leave(place)
         place.waiter.no_room()
 
-    def _claim(self) -> None:
+    def _show_claim(self) -> None:
         firsts = ((place.claim, line.key) for line in self._lines.values() for place in line.firsts())
         self._loads.claim(*min(firsts, default=(0, 0)))
 

@@ -6,15 +6,18 @@ import asyncio
 from collections.abc import Iterator
 from time import monotonic
 from typing import Any
+from zlib import crc32
 
 import pytest
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import FleetSnapshot, RequestRecord, Result, RoutingPolicy
 from frontend_api.loads import Table
+from frontend_api.waiting import Waiting
 from tests.frontend_api.client import PROMPT, Client, ask
 from tests.frontend_api.conftest import MakeSite, Site, until
 from tests.frontend_api.scripted import Heard, answer_well, unary
+from tests.frontend_api.test_loads import Process
 
 CHAT = "/v1/chat/completions"
 SEVERAL = {**PROMPT, "n": 2}
@@ -322,6 +325,25 @@ async def test_limits_and_the_line_hold_over_all_processes(make_site: MakeSite, 
     assert [(await task).status for task in running] == [200, 200]
     for site in sites:
         await site.settled()
+
+
+def test_newcomers_queue_up_behind_a_siblings_requests_too(table: Table) -> None:
+    one, two = Process(table, 0).take("a"), Process(table, 1).take("a")
+    waiting = Waiting(one.view, one.loads)
+
+    def behind(priority: int = 0) -> bool:
+        return waiting.before(one.deployment, alone=False, priority=priority)
+
+    assert not behind()
+    two.loads.claim(int(monotonic() * 1000), crc32(b"m"))
+    assert behind()
+    assert not behind(priority=1)
+    two.loads.claim(int(monotonic() * 1000), crc32(b"another"))
+    assert not behind()
+    two.loads.claim(-1 << 48, crc32(b"m"))
+    assert behind()
+    table.clear(1)
+    assert not behind()
 
 
 async def test_a_storm_on_several_processes_never_exceeds_the_limit(make_site: MakeSite, table: Table) -> None:
