@@ -424,3 +424,46 @@ async def test_the_program_alone_with_a_tokenizer_and_two_engines(make_fleet: Ma
         assert first["x-tandem-candidates"].count("total=") in (0, 2)
     finally:
         program.kill()
+
+
+async def test_the_program_saves_its_index_when_it_ends_and_goes_on_with_it(
+    make_fleet: MakeFleet, tmp_path: Path
+) -> None:
+    fleet = await make_fleet("a0")
+    spec = fleet.engines["a0"].spec()
+    write_model(tmp_path / "model")
+    programs = []
+
+    async def program() -> Program:
+        programs.append(
+            Program(
+                tmp_path, "--no-auth", "--model", "m", "--mode", "kv", "--tokenizer", str(tmp_path / "model"),
+                "--processes", "2", "--aggregated", spec.url, "--kv-events", f"{spec.url}={spec.events},replay={spec.replay}",
+            )
+        )  # fmt: skip
+        return await programs[-1].up()
+
+    async def told(port: int) -> tuple[str, str]:
+        body = {"model": "m", "prompt": prompt(1), "max_tokens": 1}
+        reply = await ask(port, "/v1/completions", body, **{"x-tandem-explain": "1"})
+        assert reply.status == 200
+        return reply.headers["x-tandem-state"], reply.headers["x-tandem-overlap"]
+
+    try:
+        first = await program()
+        async with asyncio.timeout(20):
+            while await told(first.port) != ("exact", "128/133"):
+                await asyncio.sleep(0.02)
+        first.process.terminate()
+        assert await first.ended() == 0
+        (file,) = (tmp_path / "router" / "kv").iterdir()
+        assert file.stat().st_mode & 0o777 == 0o600
+        second = await program()
+        async with asyncio.timeout(20):
+            while second.log.read_text().count("aggregated-0 rank 0: 8 blocks are known from disk.") < 2:
+                await asyncio.sleep(0.02)
+            while await told(second.port) != ("exact", "128/133"):
+                await asyncio.sleep(0.02)
+    finally:
+        for each in programs:
+            each.kill()
