@@ -310,7 +310,7 @@ class Index:
             if having != left:
                 gone = left ^ having
                 if depth:
-                    if gone & (gone - 1):
+                    if gone.bit_count() > 1:
                         _spread(found, gone, depth)
                     else:
                         found[gone] = depth
