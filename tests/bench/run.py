@@ -209,6 +209,7 @@ def measured(plan: Plan, only: frozenset[str]) -> dict[str, object]:
         "date": time.strftime("%Y-%m-%d"),
         "connections": CONNECTIONS,
         "seconds": round(time.monotonic() - began),
+        "load_average": round(os.getloadavg()[1], 1),
         "routers": found.tree(),
         "errors": found.errors,
         "missing": missing,
