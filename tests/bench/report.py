@@ -182,7 +182,7 @@ def markdown(figures: Figures) -> str:
     """For ARCHITECTURE.md."""
     said = (
         f"Measured {figures['date']} on {figures['machine']}; {figures['connections']} connections; medians of rounds in which "
-        f"the routers took turns. Load average of the machine over five minutes, this run's own share of about 2 included: "
+        f"the routers took turns. Load average of the machine over five minutes, this run included: "
         f"{figures['load_average']}."
     )
     parts = [said, *(_markdown(rows(figures)) for rows in (_verdicts, _rows, _sizes, _micro)), *_notes(figures)]
