@@ -14,8 +14,9 @@ from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from controlplane.fleet.wire import RoutingMode
-from frontend_api.kvevents import Debt, Knowledge, Rank, Trouble
+from frontend_api.kvevents import Rank
 from frontend_api.kvindex import LIMIT, Holder, Index, Sent, chain
+from frontend_api.kvknowledge import Debt, Knowledge, Trouble
 from frontend_api.kvpredict import Predicted
 from frontend_api.view import Deployment, Engine, View
 

@@ -14,14 +14,13 @@ from __future__ import annotations
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterator
-from enum import StrEnum
 
 import msgspec
-from msgspec import Struct
 from xxhash import xxh3_128_digest
 
 from frontend_api import kvwire
 from frontend_api.kvindex import DEVICE, FULL_ATTENTION, Index
+from frontend_api.kvknowledge import Bound, Debt, Knowledge, Saved, Trouble
 from frontend_api.kvwire import Event, Removed, RemovedRow, Stored, StoredRow
 
 END = -1
@@ -36,69 +35,6 @@ WAITING = 10_000
 """Live batches kept during a replay; with more the oldest are lost, and the sequence shows it."""
 FILLED = 0.9
 """Share of a rank's blocks that must be known before nothing else is taken to be there: a few are never full."""
-
-
-class Knowledge(StrEnum):
-    """What the router knows of the blocks of one rank."""
-
-    REPLAYING = "replay-running"
-    """It restarted, and its first events are being fetched."""
-    COMPLETE = "complete"
-    PARTIAL = "known-in-part"
-    """Its beginning, or batches since, are lost: what is indexed is there, more may be."""
-    UNHEARD = "not-heard"
-    """No batch and no answer to a replay yet: nothing is known."""
-    RESTORED = "saved-index-unproved"
-    """Its blocks were loaded from disk, and are not counted until the publisher proves to be the one that told of them."""
-
-
-class Trouble(StrEnum):
-    """What is wrong with the events of one rank."""
-
-    NOT_OBSERVED = "kv_events_not_observed"
-    GAP = "kv_events_gap"
-    MISMATCH = "kv_block_mismatch"
-    AMBIGUOUS = "kv_events_ambiguous"
-    SILENT = "kv_events_silent"
-    """It answered a replay before and no longer does."""
-    REPLAY_ONLY = "kv_events_replay_only"
-    """Batches come by replay alone, and late: its publisher connects instead of binding, or the way to it is cut."""
-
-
-class Bound(StrEnum):
-    """Why the blocks that are indexed are not all that decides about a hit, although every batch is known."""
-
-    INDEX_FULL = "kv_index_full"
-    """The router's own limit has cost it blocks."""
-    OTHER_GROUPS = "kv_other_cache_groups"
-    """A hit also needs the state of a sliding window or a state space, which is not followed (dynamo#9376)."""
-    LOWER_TIER = "kv_in_lower_tier"
-    """It keeps blocks in CPU memory or on disk, which are not counted (dynamo#5565)."""
-
-
-class Saved(Struct, frozen=True):
-    """What is known of one rank after one batch, to be gone on with by a later process. Holds no token."""
-
-    sequence: int
-    """Of the last batch that was taken."""
-    digest: bytes
-    """Of that batch."""
-    complete: bool
-    block_size: int | None
-    source: int | None
-    groups: tuple[int, ...]
-    keys: bytes
-    values: bytes
-    """`Names.dump`."""
-
-
-class Debt:
-    """What the ranks of one engine owe: events that tell of a prompt it has computed."""
-
-    __slots__ = ("since",)
-
-    def __init__(self) -> None:
-        self.since: float | None = None
 
 
 class Rank:

@@ -19,7 +19,8 @@ from msgspec import Struct
 from xxhash import xxh3_128_digest
 
 from frontend_api.evidence import Evidence, Source
-from frontend_api.kvevents import Rank, Saved
+from frontend_api.kvevents import Rank
+from frontend_api.kvknowledge import Saved
 from frontend_api.listeners import write_private
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from controlplane.fleet.model import Role
 from controlplane.fleet.wire import Disaggregate, RoutingMode, RoutingPolicy, SnapshotEngine
 from frontend_api import kvevents
 from frontend_api.evidence import Cache, State
-from frontend_api.kvevents import Knowledge, Trouble
+from frontend_api.kvknowledge import Knowledge, Trouble
 from frontend_api.kvlisten import Follower, Unusable
 from frontend_api.openai import Endpoint
 from tests.conftest import free_port

@@ -22,7 +22,8 @@ from controlplane.fleet.model import Role
 from controlplane.fleet.wire import FleetSnapshot, RoutingMode, RoutingPolicy, SnapshotDeployment, SnapshotEngine
 from frontend_api import kvevents, kvsave
 from frontend_api.evidence import Cache, Evidence, Source, State
-from frontend_api.kvevents import Knowledge, Rank, Saved
+from frontend_api.kvevents import Rank
+from frontend_api.kvknowledge import Knowledge, Saved
 from frontend_api.kvlisten import Follower
 from frontend_api.kvsave import SavedIndex, Unreadable, decode, encode, file_name
 from frontend_api.view import View
