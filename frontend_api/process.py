@@ -148,11 +148,11 @@ async def run(
     await stop.wait()
     if parent_gone is not None:
         loop.remove_reader(parent_gone)
-    if index == 0:
-        await saved.save()  # at once: the drain may be cut short
+    saving = loop.create_task(saved.save()) if index == 0 else None  # at once: the drain may be cut short
     await drain(server, options.drain_seconds)
-    if index == 0:
-        await saved.save()
+    if saving is not None:
+        await saving
+        await saved.save()  # what has come meanwhile
     for task in tasks:
         task.remove_done_callback(_ended)
     await listeners.end(tasks)
