@@ -236,7 +236,7 @@ def _is_plain(endpoint: Endpoint, fields: _Fields) -> bool:
         return False
     if fields.stream_options is not _ABSENT:
         options = bytes(fields.stream_options)
-        if options != b"null" and (bytes(fields.stream) != b"true" or options[:1] != b"{"):
+        if options != b"null" and (bytes(fields.stream) != b"true" or not _are_plain_options(options)):
             return False
     if fields.min_tokens is not _ABSENT and not bytes(fields.min_tokens).isdigit():
         return False
@@ -245,6 +245,15 @@ def _is_plain(endpoint: Endpoint, fields: _Fields) -> bool:
     if shape is Shape.MESSAGES and bytes(fields.max_tokens) in (b"", b"null"):  # there it must be given
         return False
     return _is_limit(fields.max_tokens) and _is_limit(fields.max_completion_tokens)
+
+
+def _are_plain_options(text: bytes) -> bool:
+    try:
+        options = _object.decode(text)
+    except msgspec.MsgspecError:
+        return False
+    names = ("include_usage", "continuous_usage_stats")
+    return all(bytes(options.get(name, _ABSENT)) in _PLAIN_SWITCH for name in names)
 
 
 def _is_limit(value: Raw) -> bool:

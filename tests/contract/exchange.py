@@ -114,7 +114,12 @@ def check_refusing_lets_go_of_the_kv(pair: EnginePair) -> None:
     assert reply.status_code == 400
     reply = pair.post(pair.decode_url, COMPLETIONS, body | {"max_tokens": 0, "kv_transfer_params": kept})
     assert reply.status_code == 400
-    freed = pair.settled(pair.prefill_url, lambda samples: samples[usage] < pinned)
+
+    def free(samples: dict[str, float]) -> bool:
+        pair.nudge()
+        return samples[usage] < pinned
+
+    freed = pair.settled(pair.prefill_url, free, 15)
     assert freed[AFTER_EXPIRY] == before[AFTER_EXPIRY], "the wrong one let go of nothing"
 
 

@@ -87,6 +87,11 @@ class EnginePair:
                 return grown
             time.sleep(0.02)
 
+    def nudge(self) -> None:
+        """Something to do for both engines: an idle one puts off notices and figures until its next step."""
+        for url in (self.decode_url, self.prefill_url):
+            self.ok(url, "/v1/completions", {"model": self.model, "prompt": "Red,", "max_tokens": 1})
+
     def settled(
         self, url: str, condition: Callable[[dict[str, float]], bool], seconds: float = 5.0
     ) -> dict[str, float]:

@@ -135,6 +135,8 @@ async def test_what_the_prefill_leg_drops_changes_and_keeps(
         (CHAT, {"stream_options": ASKED}),
         (CHAT, {"stream": False, "stream_options": ASKED}),
         *((CHAT, {"stream": True, "stream_options": value}) for value in (True, "x", [])),
+        (CHAT, {"stream": True, "stream_options": {"include_usage": "yes"}}),
+        (CHAT, {"stream": True, "stream_options": {"continuous_usage_stats": "odd"}}),
         *((CHAT, {"min_tokens": value}) for value in (-1, "5", None, 2.5)),
         ("/v1/completions", {"prompt": "a", "max_tokens": "9"}),
         ("/v1/responses", {"input": "a", "max_output_tokens": 0}),
