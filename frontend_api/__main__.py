@@ -14,9 +14,9 @@ from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.spec import check_routing
 from controlplane.fleet.wire import Affinity, Disaggregate, OnPrefillFailure, RoutingMode, RoutingPolicy
 from frontend_api import standalone
-from frontend_api.process import Options
-from frontend_api.reading import Limits
-from frontend_api.supervise import Supervisor
+from frontend_api.http.reading import Limits
+from frontend_api.processes.process import Options
+from frontend_api.processes.supervise import Supervisor
 
 
 def parser() -> argparse.ArgumentParser:

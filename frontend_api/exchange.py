@@ -13,19 +13,23 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from controlplane.fleet.wire import Affinity, Result
-from frontend_api import charges, explain, flow, lanes, openai, ratelimits
-from frontend_api.account import Account
-from frontend_api.decisions import Kept
-from frontend_api.evidence import Cache, Prompt, Standing
-from frontend_api.keyuse import Hold
+from frontend_api import flow
+from frontend_api.formats import openai
+from frontend_api.formats.openai import Ask, Endpoint, Problem
+from frontend_api.http.reading import Request
+from frontend_api.http.server import ClientConnection
+from frontend_api.http.upstream import Broken, Leg
+from frontend_api.kv.evidence import Cache, Prompt, Standing
 from frontend_api.legs import AnswerLeg, PrefillLeg
-from frontend_api.openai import Ask, Endpoint, Problem
-from frontend_api.ratelimits import Refusal
-from frontend_api.reading import Request
-from frontend_api.server import ClientConnection
-from frontend_api.upstream import Broken, Leg
-from frontend_api.view import Deployment
-from frontend_api.waiting import Place
+from frontend_api.limits import answers, charges
+from frontend_api.limits.answers import Refusal
+from frontend_api.limits.use import Hold
+from frontend_api.observe import explain
+from frontend_api.observe.account import Account
+from frontend_api.observe.decisions import Kept
+from frontend_api.routing.view import Deployment
+from frontend_api.routing.waiting import Place
+from frontend_api.tokens import lanes
 
 if TYPE_CHECKING:
     from frontend_api.gate import Router
@@ -128,7 +132,7 @@ class Exchange:
         hold = self._hold
         assert hold is not None
         if refusal is not None:
-            self._finish(ratelimits.problem(hold.key, refusal, self._deployment.served_name))
+            self._finish(answers.problem(hold.key, refusal, self._deployment.served_name))
             return
         try:
             self._serve(tokens)

@@ -22,13 +22,14 @@ from types import TracebackType
 from typing import NamedTuple
 
 from controlplane.fleet.wire import OnPrefillFailure
-from frontend_api.costs import Cost, Weighed, fetched
-from frontend_api.evidence import Prompt
-from frontend_api.loads import Loads
-from frontend_api.openai import Problem
-from frontend_api.routing import Choice, Reason, choose, explain_costs
-from frontend_api.upstream import Broken
-from frontend_api.view import Deployment, Engine, carrying
+from frontend_api.formats.openai import Problem
+from frontend_api.http.upstream import Broken
+from frontend_api.kv.evidence import Prompt
+from frontend_api.routing.choice import Choice, choose, explain_costs
+from frontend_api.routing.costs import Cost, Weighed, fetched
+from frontend_api.routing.loads import Loads
+from frontend_api.routing.reason import Reason
+from frontend_api.routing.view import Deployment, Engine, carrying
 
 LEASE_SECONDS = 30.0
 """For which a prefill engine keeps KV that nobody has fetched (vLLM 0.32). Its own clock tells the end, so ours counts from

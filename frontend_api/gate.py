@@ -17,19 +17,19 @@ import msgspec
 
 from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.wire import RequestRecord, Result, Scope, SnapshotKey
-from frontend_api import openai
-from frontend_api.decisions import Decisions, Telling
-from frontend_api.evidence import Evidence
 from frontend_api.exchange import Exchange
-from frontend_api.limits import KeyLimits
-from frontend_api.loads import Loads
-from frontend_api.openai import ENDPOINTS, OWNED_HEADER, Problem, Shape
-from frontend_api.reading import Request
-from frontend_api.server import ClientConnection, Server
-from frontend_api.telemetry import Telemetry
-from frontend_api.upstream import Upstreams
-from frontend_api.view import Deployment, View
-from frontend_api.waiting import Waiting
+from frontend_api.formats import openai
+from frontend_api.formats.openai import ENDPOINTS, OWNED_HEADER, Problem, Shape
+from frontend_api.http.reading import Request
+from frontend_api.http.server import ClientConnection, Server
+from frontend_api.http.upstream import Upstreams
+from frontend_api.kv.evidence import Evidence
+from frontend_api.limits.reserve import KeyLimits
+from frontend_api.observe.decisions import Decisions, Telling
+from frontend_api.observe.telemetry import Telemetry
+from frontend_api.routing.loads import Loads
+from frontend_api.routing.view import Deployment, View
+from frontend_api.routing.waiting import Waiting
 
 _JSON = b"content-type: application/json\r\n"
 _TEXT = b"content-type: text/plain; version=0.0.4; charset=utf-8\r\n"

@@ -9,10 +9,11 @@ from __future__ import annotations
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING
 
-from frontend_api import flow, openai
-from frontend_api.openai import Problem, Shape
-from frontend_api.sse import EventReader, EventTooLong
-from frontend_api.upstream import Broken, Failure
+from frontend_api import flow
+from frontend_api.formats import openai
+from frontend_api.formats.openai import Problem, Shape
+from frontend_api.formats.sse import EventReader, EventTooLong
+from frontend_api.http.upstream import Broken, Failure
 
 if TYPE_CHECKING:
     from frontend_api.exchange import Exchange

@@ -13,12 +13,12 @@ from time import perf_counter, process_time
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import RoutingMode, RoutingPolicy, SnapshotDeployment, SnapshotEngine
-from frontend_api.evidence import Cache
-from frontend_api.kvindex import Index, chain
-from frontend_api.openai import ENDPOINTS
-from frontend_api.routing import choose
-from frontend_api.tokens import Slow, Tokenizer
-from frontend_api.view import Deployment, Engine
+from frontend_api.formats.openai import ENDPOINTS
+from frontend_api.kv.evidence import Cache
+from frontend_api.kv.index import Index, chain
+from frontend_api.routing.choice import choose
+from frontend_api.routing.view import Deployment, Engine
+from frontend_api.tokens.tokenizer import Slow, Tokenizer
 from tests.bench import model
 
 BLOCK = 16

@@ -88,8 +88,8 @@ class Bench:
 
     def holds(self, sizes: Sequence[int]) -> Path:
         """The token ids of the prompts that are asked again and again, for stub engines to hold."""
-        from frontend_api.openai import ENDPOINTS
-        from frontend_api.tokens import Tokenizer
+        from frontend_api.formats.openai import ENDPOINTS
+        from frontend_api.tokens.tokenizer import Tokenizer
 
         path = self.folder / "holds.json"
         if not path.exists():

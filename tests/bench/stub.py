@@ -109,8 +109,8 @@ class Renders:
         return min(self._answers, key=lambda answer: abs(answer[0] - size))[1]
 
     def exact(self, body: bytes) -> bytes:
-        from frontend_api.openai import ENDPOINTS
-        from frontend_api.tokens import Tokenizer
+        from frontend_api.formats.openai import ENDPOINTS
+        from frontend_api.tokens.tokenizer import Tokenizer
 
         assert self._model is not None
         path = "/v1/chat/completions" if b'"messages"' in body else "/v1/completions"

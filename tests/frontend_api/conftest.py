@@ -22,14 +22,14 @@ from controlplane.fleet.wire import (
     SnapshotEngine,
     SnapshotKey,
 )
-from frontend_api.evidence import Evidence
 from frontend_api.gate import Router
-from frontend_api.loads import Loads, Table
-from frontend_api.reading import Limits
-from frontend_api.server import Server
-from frontend_api.telemetry import Telemetry
-from frontend_api.upstream import Upstreams
-from frontend_api.view import View
+from frontend_api.http.reading import Limits
+from frontend_api.http.server import Server
+from frontend_api.http.upstream import Upstreams
+from frontend_api.kv.evidence import Evidence
+from frontend_api.observe.telemetry import Telemetry
+from frontend_api.routing.loads import Loads, Table
+from frontend_api.routing.view import View
 from tests.frontend_api import standins
 from tests.frontend_api.scripted import Answer, ScriptedEngine, answer_well
 

@@ -15,7 +15,7 @@ import msgspec
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import Disaggregate, RequestRecord, Result, RoutingMode, RoutingPolicy
-from frontend_api.kvindex import chain
+from frontend_api.kv.index import chain
 from tests.frontend_api.client import PROMPT, Client, ask, request
 from tests.frontend_api.conftest import MakeSite, Site, until
 from tests.frontend_api.scripted import DONE, LAST, ROLE, STREAM_HEAD, Heard, answer_well, chunk, framed

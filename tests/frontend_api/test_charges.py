@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from controlplane.fleet.wire import Result, SnapshotKey
-from frontend_api import ratelimits
-from frontend_api.account import Account
-from frontend_api.charges import COMPLETION_OUTPUT, USUAL_OUTPUT, Estimate, charge, estimate
-from frontend_api.openai import ENDPOINTS, Shape
-from frontend_api.ratelimits import Refusal, Standing, duration
-from frontend_api.sse import EventReader
-from frontend_api.windows import Bound
+from frontend_api.formats.openai import ENDPOINTS, Shape
+from frontend_api.formats.sse import EventReader
+from frontend_api.limits import answers
+from frontend_api.limits.answers import Refusal, Standing, duration
+from frontend_api.limits.charges import COMPLETION_OUTPUT, USUAL_OUTPUT, Estimate, charge, estimate
+from frontend_api.limits.windows import Bound
+from frontend_api.observe.account import Account
 
 CHAT, TEXT, RESPONSES, MESSAGES = (
     ENDPOINTS[path] for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
@@ -124,7 +124,7 @@ LIMITED = SnapshotKey(id="k", digest="d", requests_per_minute=60, tokens_per_min
 
 
 def test_headers_tell_of_each_limit_that_there_is() -> None:
-    assert ratelimits.headers(LIMITED, Standing(1, 1300, 60.5)).decode().splitlines() == [
+    assert answers.headers(LIMITED, Standing(1, 1300, 60.5)).decode().splitlines() == [
         "x-ratelimit-limit-requests: 60",
         "x-ratelimit-remaining-requests: 59",
         "x-ratelimit-reset-requests: 1m0.5s",
@@ -132,7 +132,7 @@ def test_headers_tell_of_each_limit_that_there_is() -> None:
         "x-ratelimit-remaining-tokens: 0",
         "x-ratelimit-reset-tokens: 1m0.5s",
     ]
-    assert ratelimits.headers(SnapshotKey(id="k", digest="d", concurrency=1), Standing(1, 2, 3.0)) == b""
+    assert answers.headers(SnapshotKey(id="k", digest="d", concurrency=1), Standing(1, 2, 3.0)) == b""
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_headers_tell_of_each_limit_that_there_is() -> None:
     ],
 )
 def test_problems(refusal: Refusal, kind: str, retry: int, says: str) -> None:
-    problem = ratelimits.problem(LIMITED, refusal, "m")
+    problem = answers.problem(LIMITED, refusal, "m")
     assert (problem.status, problem.code, problem.kind) == (429, "rate_limit_exceeded", kind)
     assert problem.retry_after == retry
     assert says in problem.message

@@ -13,11 +13,11 @@ import pytest
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import Disaggregate, RoutingMode, RoutingPolicy, SnapshotEngine
-from frontend_api import decisions
-from frontend_api.decisions import Board, Decisions, Kept
-from frontend_api.evidence import Cache, Prompt
 from frontend_api.flow import Trace
-from frontend_api.openai import Endpoint
+from frontend_api.formats.openai import Endpoint
+from frontend_api.kv.evidence import Cache, Prompt
+from frontend_api.observe import decisions
+from frontend_api.observe.decisions import Board, Decisions, Kept
 from tests.frontend_api.client import PROMPT, Client, Reply, ask
 from tests.frontend_api.conftest import KEY, MakeSite, Site, until
 from tests.frontend_api.scripted import ScriptedEngine
@@ -206,7 +206,7 @@ async def test_a_reply_tells_of_no_more_candidates_than_clients_bear(make_site: 
 
 
 def some(index: int, board: Board | None, count: int = 2) -> Decisions:
-    from frontend_api.view import View
+    from frontend_api.routing.view import View
 
     view = View()
     view.take(snapshot("d"))

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.fleet.wire import Disaggregate, RoutingMode, RoutingPolicy
-from frontend_api.costs import Part
-from frontend_api.rates import USUAL_PULL, USUAL_READ, USUAL_STEP
-from frontend_api.routing import Choice, Reason, choose, explain_costs
-from frontend_api.view import Deployment, carrying
+from frontend_api.routing.choice import Choice, choose, explain_costs
+from frontend_api.routing.costs import Part
+from frontend_api.routing.rates import USUAL_PULL, USUAL_READ, USUAL_STEP
+from frontend_api.routing.reason import Reason
+from frontend_api.routing.view import Deployment, carrying
 from tests.frontend_api.test_flow import fleet
 from tests.frontend_api.test_routing import asked
 

@@ -12,12 +12,12 @@ import pytest
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import FleetSnapshot, RoutingMode, RoutingPolicy, SnapshotDeployment, SnapshotEngine
-from frontend_api.evidence import Cache, Evidence, State, source
 from frontend_api.flow import Decode, Flow, Trace, serve
-from frontend_api.kvevents import END, OWED_SECONDS, Rank
-from frontend_api.kvindex import Index, chain
-from frontend_api.kvpredict import COMPUTED_SECONDS, MOST, SENT_SECONDS, Predicted
-from frontend_api.view import Engine, View
+from frontend_api.kv.events import END, OWED_SECONDS, Rank
+from frontend_api.kv.evidence import Cache, Evidence, State, source
+from frontend_api.kv.index import Index, chain
+from frontend_api.kv.predict import COMPUTED_SECONDS, MOST, SENT_SECONDS, Predicted
+from frontend_api.routing.view import Engine, View
 
 SIZE = 16
 KV = RoutingPolicy(mode=RoutingMode.KV)

@@ -11,9 +11,9 @@ import pytest
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import OnPrefillFailure, Result, RoutingPolicy
 from frontend_api import flow
-from frontend_api.listeners import probe_once
-from frontend_api.upstream import Failure
-from frontend_api.view import Health
+from frontend_api.http.upstream import Failure
+from frontend_api.processes.listeners import probe_once
+from frontend_api.routing.view import Health
 from tests.frontend_api.client import PROMPT, Client, ask, events
 from tests.frontend_api.conftest import MakeSite, Site, until
 from tests.frontend_api.scripted import (

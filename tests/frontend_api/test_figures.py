@@ -18,12 +18,13 @@ from controlplane.fleet.wire import (
     SnapshotEngine,
 )
 from controlplane.fleet.wire import RoutingPolicy as Policy
-from frontend_api import figures, listeners, telemetry
-from frontend_api.evidence import Evidence
-from frontend_api.listeners import Reporter
-from frontend_api.shared import Slots
-from frontend_api.telemetry import Telemetry
-from frontend_api.view import View
+from frontend_api.kv.evidence import Evidence
+from frontend_api.observe import figures, telemetry
+from frontend_api.observe.shared import Slots
+from frontend_api.observe.telemetry import Telemetry
+from frontend_api.processes import listeners
+from frontend_api.processes.listeners import Reporter
+from frontend_api.routing.view import View
 from tests.frontend_api.client import PROMPT, Client, ask
 from tests.frontend_api.conftest import Site
 from tests.frontend_api.scripted import ROLE, STREAM_HEAD, Heard, chunk, framed

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import Disaggregate, OnPrefillFailure, RoutingPolicy, SnapshotDeployment, SnapshotEngine
-from frontend_api.evidence import Cache, Prompt
 from frontend_api.flow import (
     LEASE_MARGIN,
     LEASE_SECONDS,
@@ -31,12 +30,13 @@ from frontend_api.flow import (
     Wait,
     serve,
 )
-from frontend_api.loads import Loads
-from frontend_api.openai import Problem
-from frontend_api.rates import USUAL_STEP
-from frontend_api.routing import Reason
-from frontend_api.upstream import Broken
-from frontend_api.view import Deployment, Engine, Health
+from frontend_api.formats.openai import Problem
+from frontend_api.http.upstream import Broken
+from frontend_api.kv.evidence import Cache, Prompt
+from frontend_api.routing.loads import Loads
+from frontend_api.routing.rates import USUAL_STEP
+from frontend_api.routing.reason import Reason
+from frontend_api.routing.view import Deployment, Engine, Health
 
 P = b'{"remote":1}'
 REFUSED = Lost(Broken.CONNECT, False)

@@ -11,12 +11,13 @@ import pytest
 import redis
 
 from controlplane.fleet.wire import LOADS_CHANNEL, RouterLoads, encode
-from frontend_api import gossip, listeners
-from frontend_api.gossip import REPEAT_SECONDS, Gossip
-from frontend_api.loads import SILENCE_SECONDS, Table
-from frontend_api.routing import choose
-from frontend_api.view import carrying
-from frontend_api.waiting import Waiting
+from frontend_api.processes import listeners
+from frontend_api.routing import gossip
+from frontend_api.routing.choice import choose
+from frontend_api.routing.gossip import REPEAT_SECONDS, Gossip
+from frontend_api.routing.loads import SILENCE_SECONDS, Table
+from frontend_api.routing.view import carrying
+from frontend_api.routing.waiting import Waiting
 from tests.conftest import RedisServer
 from tests.frontend_api.conftest import until
 from tests.frontend_api.test_loads import Process

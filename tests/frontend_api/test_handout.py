@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from frontend_api.__main__ import bind
-from frontend_api.handout import AT_ONCE, Entrance, Handout
+from frontend_api.processes.handout import AT_ONCE, Entrance, Handout
 
 
 class House:

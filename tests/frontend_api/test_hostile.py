@@ -11,7 +11,7 @@ import pytest
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import Result
-from frontend_api.reading import Limits
+from frontend_api.http.reading import Limits
 from tests.frontend_api.client import PROMPT, Client, ask, events, request
 from tests.frontend_api.conftest import MakeSite, Site, until
 from tests.frontend_api.scripted import STREAM_HEAD, Heard, answer_well, chat_reply, chunk, framed, unary
@@ -351,7 +351,7 @@ async def test_body_limit(make_site: MakeSite, caplog: pytest.LogCaptureFixture)
             assert (await client.reply()).status == 413
     text = (await ask(site.port, "/metrics")).body
     assert b'tandem_router_refused_total{status="413"} 3' in text
-    told = [record.getMessage() for record in caplog.records if record.name == "frontend_api.server"]
+    told = [record.getMessage() for record in caplog.records if record.name == "frontend_api.http.server"]
     assert len(told) == 3
     assert all("127.0.0.1" in line and "--max-body-mb" in line for line in told)
 
@@ -500,10 +500,10 @@ async def test_a_defect_is_answered_and_ends_nothing_else(alone: Site, monkeypat
         raise RuntimeError("defect")
 
     with monkeypatch.context() as patch:
-        patch.setattr("frontend_api.openai.read_request", fail)
+        patch.setattr("frontend_api.formats.openai.read_request", fail)
         reply = await ask(alone.port, CHAT, PROMPT)
         assert (reply.status, reply.error["code"]) == (500, "internal_error")
-    for name in ("openai.read_reply", "flow.choose", "legs.AnswerLeg.head"):
+    for name in ("formats.openai.read_reply", "flow.choose", "legs.AnswerLeg.head"):
         with monkeypatch.context() as patch:
             patch.setattr(f"frontend_api.{name}", fail)
             assert (await ask(alone.port, CHAT, PROMPT)).error["code"] == "internal_error"

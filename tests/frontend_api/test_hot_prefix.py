@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controlplane.fleet.wire import RoutingMode, RoutingPolicy
-from frontend_api.evidence import Cache, Prompt
-from frontend_api.rates import USUAL_READ
-from frontend_api.routing import choose
-from frontend_api.view import Deployment, Engine, carrying
+from frontend_api.kv.evidence import Cache, Prompt
+from frontend_api.routing.choice import choose
+from frontend_api.routing.rates import USUAL_READ
+from frontend_api.routing.view import Deployment, Engine, carrying
 from tests.frontend_api.test_flow import fleet
 
 PREFIX = 4_000

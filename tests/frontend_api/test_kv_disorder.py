@@ -12,10 +12,10 @@ import pytest_asyncio
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import RoutingMode, RoutingPolicy
-from frontend_api import kvevents, kvlisten
-from frontend_api.evidence import Cache, TokenSource
-from frontend_api.kvlisten import Follower
-from frontend_api.openai import Endpoint
+from frontend_api.formats.openai import Endpoint
+from frontend_api.kv import events, listen
+from frontend_api.kv.evidence import Cache, TokenSource
+from frontend_api.kv.listen import Follower
 from tests.frontend_api.client import ask
 from tests.frontend_api.conftest import MakeSite, Site, until
 from tests.frontend_api.publisher import Publisher
@@ -87,8 +87,8 @@ MakeScene = Callable[..., Awaitable[Scene]]
 
 @pytest_asyncio.fixture
 async def make_scene(make_site: MakeSite, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MakeScene]:
-    monkeypatch.setattr(kvevents, "CHECK_SECONDS", 0.2)
-    monkeypatch.setattr(kvlisten, "REPLAY_SECONDS", 0.2)
+    monkeypatch.setattr(events, "CHECK_SECONDS", 0.2)
+    monkeypatch.setattr(listen, "REPLAY_SECONDS", 0.2)
     scenes: list[Scene] = []
 
     async def make(*, replay: bool = True) -> Scene:
@@ -181,7 +181,7 @@ async def test_a_publisher_that_connects_instead_of_binding_is_told(make_scene: 
 async def test_an_engine_that_answers_and_tells_nothing_makes_it_blind_and_it_stays_so(
     make_scene: MakeScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kvevents, "OWED_SECONDS", 0.5)
+    monkeypatch.setattr(events, "OWED_SECONDS", 0.5)
     scene = await make_scene()
     await scene.stands("exact")
     await scene.told([*LINES[0], 7])

@@ -18,11 +18,11 @@ import pytest_asyncio
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import Disaggregate, RoutingMode, RoutingPolicy, SnapshotEngine
-from frontend_api import kvevents
-from frontend_api.evidence import Cache, State
-from frontend_api.kvknowledge import Knowledge, Trouble
-from frontend_api.kvlisten import Follower, Unusable
-from frontend_api.openai import Endpoint
+from frontend_api.formats.openai import Endpoint
+from frontend_api.kv import events
+from frontend_api.kv.evidence import Cache, State
+from frontend_api.kv.knowledge import Knowledge, Trouble
+from frontend_api.kv.listen import Follower, Unusable
 from tests.conftest import free_port
 from tests.frontend_api.client import Client, ask
 from tests.frontend_api.conftest import MakeSite, Site, until
@@ -242,7 +242,7 @@ async def test_events_that_are_lost_on_the_way_are_replayed(make_fleet: MakeFlee
 async def test_a_publisher_that_was_killed_and_comes_back_starts_empty(
     make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kvevents, "CHECK_SECONDS", 0.3)
+    monkeypatch.setattr(events, "CHECK_SECONDS", 0.3)
     fleet = await make_fleet("a0", "a1")
     await fleet.exact()
     first = await fleet.ask(prompt(1))
@@ -293,7 +293,7 @@ async def test_an_engine_that_publishes_nothing_makes_the_router_blind_and_it_sa
 
 
 async def test_events_off_and_odd_engines_are_named(make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvevents, "CHECK_SECONDS", 0.3)
+    monkeypatch.setattr(events, "CHECK_SECONDS", 0.3)
     fleet = await make_fleet()
     await fleet.add("a0", events="", replay="")
     fleet.site.publish(policy=KV)

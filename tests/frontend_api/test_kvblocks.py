@@ -8,7 +8,7 @@ from sys import getsizeof
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend_api.kvblocks import FULL, ROOMY, Blocks
+from frontend_api.kv.blocks import FULL, ROOMY, Blocks
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=300), st.integers(0, 2**20))

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend_api.kvevents import CHECK_SECONDS, END, OWED_SECONDS, Rank
-from frontend_api.kvindex import Index, chain
-from frontend_api.kvknowledge import Bound, Debt, Knowledge, Saved, Trouble
+from frontend_api.kv.events import CHECK_SECONDS, END, OWED_SECONDS, Rank
+from frontend_api.kv.index import Index, chain
+from frontend_api.kv.knowledge import Bound, Debt, Knowledge, Saved, Trouble
 
 SIZE = 4
 pack = msgspec.msgpack.encode

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend_api.kvindex import Holder, Index, Sent, begin, chain
+from frontend_api.kv.index import Holder, Index, Sent, begin, chain
 
 SIZE = 4
 LINES = [[n * 1_000 + i for i in range(6 * SIZE)] for n in range(3)]

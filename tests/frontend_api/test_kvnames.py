@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend_api.kvnames import FILL, Names
+from frontend_api.kv.names import FILL, Names
 
 SMALL = st.integers(0, 40)
 

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import FleetSnapshot, RoutingMode, RoutingPolicy, SnapshotDeployment, SnapshotEngine
-from frontend_api import kvevents, kvsave
-from frontend_api.evidence import Cache, Evidence, Source, State
-from frontend_api.kvevents import Rank
-from frontend_api.kvknowledge import Knowledge, Saved
-from frontend_api.kvlisten import Follower
-from frontend_api.kvsave import SavedIndex, Unreadable, decode, encode, file_name
-from frontend_api.view import View
+from frontend_api.kv import events, save
+from frontend_api.kv.events import Rank
+from frontend_api.kv.evidence import Cache, Evidence, Source, State
+from frontend_api.kv.knowledge import Knowledge, Saved
+from frontend_api.kv.listen import Follower
+from frontend_api.kv.save import SavedIndex, Unreadable, decode, encode, file_name
+from frontend_api.routing.view import View
 from tests.frontend_api.conftest import until
 from tests.frontend_api.publisher import Publisher
 
@@ -73,7 +73,7 @@ def test_another_incarnation_has_another_file_and_the_wrong_one_is_refused(other
 @pytest.mark.parametrize(("name", "value"), [("VERSION", 2), ("HASHING", "other")])
 def test_another_version_is_refused(name: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(kvsave, name, value)
+        patch.setattr(save, name, value)
         written = encode(HERE, SAVED)
     with pytest.raises(Unreadable, match="another version"):
         decode(written, HERE)
@@ -127,7 +127,7 @@ class Process:
 @pytest.fixture(autouse=True)
 def quick_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is published before the subscriber is there is lost, and found at the next check."""
-    monkeypatch.setattr(kvevents, "CHECK_SECONDS", 0.2)
+    monkeypatch.setattr(events, "CHECK_SECONDS", 0.2)
 
 
 Start = Callable[..., Awaitable[Process]]
@@ -269,7 +269,7 @@ async def test_a_damaged_file_costs_a_line_in_the_log(
 async def test_a_publisher_that_does_not_answer_leaves_nothing_of_it(
     publish: Publish, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("frontend_api.kvlisten.REPLAY_SECONDS", 0.1)
+    monkeypatch.setattr("frontend_api.kv.listen.REPLAY_SECONDS", 0.1)
     publisher = publish()
     first = await start(publisher)
     publisher.publish(publisher.stored(line(1)))

@@ -17,12 +17,12 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import SnapshotKey
-from frontend_api.charges import Estimate
-from frontend_api.counter import Line, Reply
-from frontend_api.keyuse import Hold
-from frontend_api.limits import KeyLimits
-from frontend_api.ratelimits import Refusal
-from frontend_api.windows import Bound
+from frontend_api.limits.answers import Refusal
+from frontend_api.limits.charges import Estimate
+from frontend_api.limits.counter import Line, Reply
+from frontend_api.limits.reserve import KeyLimits
+from frontend_api.limits.use import Hold
+from frontend_api.limits.windows import Bound
 from tests.frontend_api.client import PROMPT, Client, ask
 from tests.frontend_api.client import Reply as Answer
 from tests.frontend_api.conftest import MakeSite, Site, until
@@ -479,7 +479,7 @@ async def test_requests_larger_than_a_share_pass_one_at_a_time() -> None:
 
 
 async def test_many_keys_go_in_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frontend_api.limits.CALL_KEYS", 2)
+    monkeypatch.setattr("frontend_api.limits.reserve.CALL_KEYS", 2)
     far, answers = Far(), []
     limits = KeyLimits(far)
     for number in range(5):

@@ -12,9 +12,9 @@ import redis.asyncio as redis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend_api import counter
-from frontend_api.counter import Line, RedisCounter
-from frontend_api.windows import SPAN, Bound, Caps, Window
+from frontend_api.limits import counter
+from frontend_api.limits.counter import Line, RedisCounter
+from frontend_api.limits.windows import SPAN, Bound, Caps, Window
 from tests.conftest import RedisServer
 
 

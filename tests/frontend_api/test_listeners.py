@@ -30,12 +30,13 @@ from controlplane.fleet.wire import (
     encode,
     router_key,
 )
-from frontend_api import listeners, telemetry
-from frontend_api.evidence import Evidence
-from frontend_api.listeners import Reporter, SnapshotListener
-from frontend_api.telemetry import Telemetry
-from frontend_api.upstream import Upstreams
-from frontend_api.view import View, carrying
+from frontend_api.http.upstream import Upstreams
+from frontend_api.kv.evidence import Evidence
+from frontend_api.observe import telemetry
+from frontend_api.observe.telemetry import Telemetry
+from frontend_api.processes import listeners
+from frontend_api.processes.listeners import Reporter, SnapshotListener
+from frontend_api.routing.view import View, carrying
 from tests.conftest import RedisServer
 from tests.frontend_api.conftest import until
 

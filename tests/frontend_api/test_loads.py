@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import FleetSnapshot, RoutingPolicy, SnapshotDeployment, SnapshotEngine
-from frontend_api.loads import SILENCE_SECONDS, Loads, Table
-from frontend_api.routing import choose
-from frontend_api.view import Deployment, Engine, View, carrying
+from frontend_api.routing.choice import choose
+from frontend_api.routing.loads import SILENCE_SECONDS, Loads, Table
+from frontend_api.routing.view import Deployment, Engine, View, carrying
 
 
 def snapshot(*names: str, attempt: int = 1) -> FleetSnapshot:

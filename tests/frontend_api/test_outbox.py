@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
-from frontend_api.outbox import Outbox
+from frontend_api.http.outbox import Outbox
 
 
 class _Transport:

@@ -11,9 +11,9 @@ import pytest
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import Affinity, Disaggregate, RoutingMode, RoutingPolicy
-from frontend_api.evidence import Slow
-from frontend_api.openai import Endpoint
-from frontend_api.view import Engine
+from frontend_api.formats.openai import Endpoint
+from frontend_api.kv.evidence import Slow
+from frontend_api.routing.view import Engine
 from tests.frontend_api.client import PROMPT, Client, ask
 from tests.frontend_api.conftest import MakeSite, Site, until
 from tests.frontend_api.scripted import (

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontend_api.rates import ENOUGH, FASTEST, SLOWEST, USUAL_READ, Rate, settle
+from frontend_api.routing.rates import ENOUGH, FASTEST, SLOWEST, USUAL_READ, Rate, settle
 
 
 def rates(count: int) -> list[Rate]:

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.fleet.wire import Disaggregate, RoutingMode, RoutingPolicy
-from frontend_api.evidence import Cache, Prompt
-from frontend_api.rates import ENOUGH, USUAL_PULL, USUAL_READ, USUAL_STEP
-from frontend_api.routing import Reason, choose
-from frontend_api.view import Deployment, Engine, carrying
+from frontend_api.kv.evidence import Cache, Prompt
+from frontend_api.routing.choice import choose
+from frontend_api.routing.rates import ENOUGH, USUAL_PULL, USUAL_READ, USUAL_STEP
+from frontend_api.routing.reason import Reason
+from frontend_api.routing.view import Deployment, Engine, carrying
 from tests.frontend_api.test_flow import fleet
 
 ROUND_ROBIN = RoutingPolicy(mode=RoutingMode.ROUND_ROBIN)

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.fleet.wire import Disaggregate, RoutingMode, RoutingPolicy
-from frontend_api.openai import ENDPOINTS, read_request, user_of
-from frontend_api.routing import SESSION_SLACK, Reason, choose
-from frontend_api.view import Deployment, carrying
+from frontend_api.formats.openai import ENDPOINTS, read_request, user_of
+from frontend_api.routing.choice import SESSION_SLACK, choose
+from frontend_api.routing.reason import Reason
+from frontend_api.routing.view import Deployment, carrying
 from tests.frontend_api.test_flow import fleet
 from tests.frontend_api.test_routing import asked
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend_api.openai import Shape, Usage, event_error, read_params, read_reply
-from frontend_api.sse import MAX_EVENT, EventReader, EventTooLong
+from frontend_api.formats.openai import Shape, Usage, event_error, read_params, read_reply
+from frontend_api.formats.sse import MAX_EVENT, EventReader, EventTooLong
 
 
 def data(body: object) -> bytes:
@@ -42,6 +42,11 @@ def test_any_cut_gives_the_same_bytes_and_no_false_marks(events: list[bytes], cu
     assert (reader.done, reader.failed) == (False, False)
     assert feed(reader, b"data: [DONE]\n\n", cuts) == b"data: [DONE]\n\n"
     assert reader.done
+
+
+def test_half_a_blank_line_too_many_is_not_lost() -> None:
+    text = data({"choices": [{"delta": {"content": '"usage"'}}]}) + b"\n"
+    assert feed(EventReader(Shape.CHAT, Usage()), text + b"\n", [len(text)]) == text + b"\n"
 
 
 @given(st.lists(st.integers(0, 300), max_size=10))

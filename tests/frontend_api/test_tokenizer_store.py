@@ -13,11 +13,12 @@ import pytest
 from controlplane.fleet import tokenizer_files
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import RoutingMode, RoutingPolicy, SnapshotEngine, tokenizer_key
-from frontend_api import kvlisten, tokenizer_store
-from frontend_api.evidence import State
-from frontend_api.kvlisten import Follower
-from frontend_api.tokenizer_store import Absent, TokenizerStore
-from frontend_api.tokens import Tokenizer
+from frontend_api.kv import listen
+from frontend_api.kv.evidence import State
+from frontend_api.kv.listen import Follower
+from frontend_api.tokens import store
+from frontend_api.tokens.store import Absent, TokenizerStore
+from frontend_api.tokens.tokenizer import Tokenizer
 from tests.frontend_api.conftest import MakeSite, until
 from tests.frontend_api.tiny_model import write_model
 
@@ -112,7 +113,7 @@ def test_processes_that_fetch_at_once_share_one_copy(tmp_path: Path) -> None:
 
 
 def test_old_copies_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_store, "KEEP", 2)
+    monkeypatch.setattr(store, "KEEP", 2)
     digests = []
     for number in range(4):
         files = {"config.json": str(number).encode()}
@@ -125,7 +126,7 @@ def test_old_copies_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_router_is_blind_until_the_tokenizer_comes(
     make_site: MakeSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kvlisten, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(listen, "RETRY_SECONDS", 0.05)
     model = write_model(tmp_path / "model")
     files = {path.name: path.read_bytes() for path in model.iterdir()}
     key, redis = tokenizer_key("far", tokenizer_files.digest(files)), Redis()

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from frontend_api import chat_template, tokens
-from frontend_api.model_folder import TokenizerUnusable
-from frontend_api.openai import ENDPOINTS
-from frontend_api.tokens import Slow, Tokenizer
+from frontend_api.formats.openai import ENDPOINTS
+from frontend_api.tokens import chat_template
+from frontend_api.tokens.model_folder import TokenizerUnusable
+from frontend_api.tokens.tokenizer import AT_ONCE_CHARACTERS, Slow, Tokenizer
 from tests.frontend_api.tiny_model import CHATML, EVERYTHING, tiny_tokenizer, write_model
 
 CHAT, TEXT, RESPONSES, MESSAGES = (
@@ -390,7 +390,7 @@ def test_what_the_engine_was_told_beside_its_files_counts(tmp_path: Path) -> Non
 
 
 def test_a_short_text_is_never_left_to_a_thread(tokenizer: Tokenizer) -> None:
-    text = "é" * tokens.AT_ONCE_CHARACTERS
+    text = "é" * AT_ONCE_CHARACTERS
     assert isinstance(tokenizer.at_once(TEXT, body(prompt=text)), array)
 
 

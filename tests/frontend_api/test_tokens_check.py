@@ -20,12 +20,12 @@ from tokenizers import Tokenizer as Raw
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import RoutingMode, RoutingPolicy
-from frontend_api.evidence import MISCOUNT_SECONDS, Cache, State, Tokenization
-from frontend_api.kvlisten import Follower
-from frontend_api.openai import Endpoint
-from frontend_api.tokencheck import EVERY_SECONDS, MISMATCH_SECONDS, UNVERIFIED_AFTER, TokenCheck, mismatches, probes
-from frontend_api.tokens import Tokenizer
-from frontend_api.view import Health
+from frontend_api.formats.openai import Endpoint
+from frontend_api.kv.evidence import MISCOUNT_SECONDS, Cache, State, Tokenization
+from frontend_api.kv.listen import Follower
+from frontend_api.routing.view import Health
+from frontend_api.tokens.check import EVERY_SECONDS, MISMATCH_SECONDS, UNVERIFIED_AFTER, TokenCheck, mismatches, probes
+from frontend_api.tokens.tokenizer import Tokenizer
 from tests.frontend_api.client import ask
 from tests.frontend_api.conftest import MakeSite, Site, until
 from tests.frontend_api.scripted import Heard, unary
@@ -185,7 +185,7 @@ async def test_other_ids_degrade_until_a_check_agrees(
     mine, other = bench.theirs, Tokenizer(write_model(tmp_path / "other", "x" + TOOLS_CHATML))
     assert bench.cache.standing().state is State.APPROXIMATE
     bench.theirs = other
-    with caplog.at_level(logging.INFO, "frontend_api.tokencheck"):
+    with caplog.at_level(logging.INFO, "frontend_api.tokens.check"):
         assert await bench.turn(0)
         standing = bench.cache.standing()
         assert (standing.state, standing.reasons["a0"]) == (State.DEGRADED, "tokenization_mismatch")
@@ -231,7 +231,7 @@ SILENT = {
 
 @pytest.mark.parametrize("how", SILENT)
 async def test_no_answer_is_no_mismatch(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    monkeypatch.setattr("frontend_api.tokencheck.ANSWER_SECONDS", 0.05 if how == "hangs" else 10.0)
+    monkeypatch.setattr("frontend_api.tokens.check.ANSWER_SECONDS", 0.05 if how == "hangs" else 10.0)
     bench = await make_bench(RoutingMode.KV_APPROXIMATE)
     bench.site.engines["a0"].answer = SILENT[how]
     for attempt in range(1, UNVERIFIED_AFTER + 1):

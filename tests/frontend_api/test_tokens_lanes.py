@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import RoutingMode, RoutingPolicy
-from frontend_api.openai import Endpoint
-from frontend_api.tokens import AT_ONCE_CHARACTERS, Slow, Tokenizer
+from frontend_api.formats.openai import Endpoint
+from frontend_api.tokens.tokenizer import AT_ONCE_CHARACTERS, Slow, Tokenizer
 from tests.frontend_api.client import Client, ask
 from tests.frontend_api.conftest import MakeSite, Site, until
 from tests.frontend_api.tiny_model import write_model

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from frontend_api.segments import Segments
+from frontend_api.tokens.segments import Segments
 from tests.frontend_api.tiny_model import TEXTS, tiny_tokenizer
 
 

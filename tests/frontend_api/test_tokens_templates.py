@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from frontend_api.chat_template import ChatTemplate, Unrenderable
+from frontend_api.tokens.chat_template import ChatTemplate, Unrenderable
 
 LOOP = "{% for m in messages %}"
 FORMS = [

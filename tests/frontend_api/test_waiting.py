@@ -12,8 +12,8 @@ import pytest
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import FleetSnapshot, RequestRecord, Result, RoutingPolicy
-from frontend_api.loads import Table
-from frontend_api.waiting import Waiting
+from frontend_api.routing.loads import Table
+from frontend_api.routing.waiting import Waiting
 from tests.frontend_api.client import PROMPT, Client, ask
 from tests.frontend_api.conftest import MakeSite, Site, until
 from tests.frontend_api.scripted import Heard, answer_well, unary

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from frontend_api.openai import ENDPOINTS
-from frontend_api.tokencheck import mismatches, probes
-from frontend_api.tokens import Tokenizer
+from frontend_api.formats.openai import ENDPOINTS
+from frontend_api.tokens.check import mismatches, probes
+from frontend_api.tokens.tokenizer import Tokenizer
 from tests.frontend_api.tiny_model import write_model
 from tests.real.conftest import Site
 from tests.real.engines import KEY, MODEL

@@ -1,0 +1,1 @@
+"""The OpenAI and Anthropic formats, as far as the router reads and writes them."""

@@ -1,0 +1,466 @@
+"""What the router reads and writes of the OpenAI and Anthropic formats. Pure: bytes in, bytes out.
+
+It reads the few request fields that decide routing and passes everything else on untouched. It never judges a request
+that the engine can judge better; it refuses only what is the router's own (`OWNED_FIELDS`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import UNSET, Raw, Struct
+
+from controlplane.fleet.errors import InvalidInput
+from frontend_api.routing.reason import Reason
+
+OWNED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "data_parallel_rank")
+"""Body fields that only the router may send: they tell an engine whose memory to read."""
+OWNED_HEADER = b"x-data-parallel-"
+"""Beginning of the request headers that choose an engine rank."""
+
+
+class Shape(Enum):
+    """How an endpoint counts tokens, marks text in a stream and tells errors."""
+
+    CHAT = "chat"
+    TEXT = "text"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
+    PLAIN = "plain"
+    """Generates nothing."""
+
+
+class Endpoint(NamedTuple):
+    path: str
+    shape: Shape
+    counts_if_asked: bool = False
+    """A stream gives its counts only on request. The other endpoints refuse the field that asks for them."""
+
+    @property
+    def generates(self) -> bool:
+        return self.shape is not Shape.PLAIN
+
+
+ENDPOINTS = {
+    endpoint.path: endpoint
+    for endpoint in (
+        Endpoint("/v1/chat/completions", Shape.CHAT, counts_if_asked=True),
+        Endpoint("/v1/completions", Shape.TEXT, counts_if_asked=True),
+        Endpoint("/v1/responses", Shape.RESPONSES),
+        Endpoint("/v1/messages", Shape.MESSAGES),
+        Endpoint("/v1/messages/count_tokens", Shape.PLAIN),
+        Endpoint("/v1/embeddings", Shape.PLAIN),
+        Endpoint("/tokenize", Shape.PLAIN),
+    )
+}
+
+
+_ABSENT = Raw(b"")
+
+
+class _Fields(Struct):
+    model: str | None = None
+    n: Any = None
+    best_of: Any = None
+    use_beam_search: Any = None
+    messages: Raw = _ABSENT
+    input: Raw = _ABSENT
+    prompt: Raw = _ABSENT
+    prompt_embeds: Any = None
+    prompt_logprobs: Any = None
+    echo: Any = None
+    background: Any = None
+    cache_salt: Any = None
+    previous_response_id: Any = None
+    stream: Raw = _ABSENT
+    stream_options: Raw = _ABSENT
+    max_tokens: Raw = _ABSENT
+    max_completion_tokens: Raw = _ABSENT
+    max_output_tokens: Raw = _ABSENT
+    min_tokens: Raw = _ABSENT
+    user: Any = None
+    metadata: Raw = _ABSENT
+    vllm_xargs: Any = None
+    kv_transfer_params: Any = UNSET
+    ec_transfer_params: Any = UNSET
+    data_parallel_rank: Any = UNSET
+
+
+_fields = msgspec.json.Decoder(_Fields)
+_object = msgspec.json.Decoder(dict[str, Raw])
+_list = msgspec.json.Decoder(list[Any])
+_encode = msgspec.json.encode
+
+
+class _Metadata(Struct):
+    user_id: Any = None
+
+
+_metadata = msgspec.json.Decoder(_Metadata)
+
+
+class Ask(NamedTuple):
+    """What routing needs of one request."""
+
+    model: str
+    alone: Reason | None
+    """Why it must go to one engine; None: it may be disaggregated."""
+    salt: str | None = None
+    """Separates its KV from that of others."""
+    metering: bytes = b""
+    """What the answering engine's body gets besides, so that the stream ends with its counts; empty: the client asked for
+    them itself, or the endpoint has them anyway, or gives none."""
+    user: Any = None
+    metadata: Raw = _ABSENT
+
+
+def read_request(endpoint: Endpoint, body: bytes) -> Ask:
+    """The fields that decide routing.
+
+    Raises `InvalidInput` for a body that is no JSON object, a missing `model`, and the router's own fields.
+    """
+    try:
+        fields = _fields.decode(body)
+        if not body.isascii():
+            body.decode()  # msgspec checks only the text that it turns into a value
+    except msgspec.ValidationError as error:
+        at = str(error).partition("`$.")[2].rstrip("`") or None
+        raise InvalidInput(f"{at or 'body'}: {str(error).partition(' - at')[0]}", field=at) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidInput(f"The body is not valid JSON: {error}") from None
+    if (
+        fields.kv_transfer_params is not UNSET
+        or fields.ec_transfer_params is not UNSET
+        or fields.data_parallel_rank is not UNSET
+        or fields.vllm_xargs is not None
+    ):
+        _check_owned(fields)
+    if not fields.model and endpoint.path != "/tokenize":
+        raise InvalidInput("model: name the model", field="model")
+    salt = fields.cache_salt
+    return Ask(
+        fields.model or "",
+        _alone(endpoint, fields),
+        salt if isinstance(salt, str) else None,
+        _metering(fields) if endpoint.counts_if_asked and bytes(fields.stream) == b"true" else b"",
+        fields.user,
+        fields.metadata,
+    )
+
+
+def user_of(endpoint: Endpoint, ask: Ask) -> str | None:
+    """Whom a request says it is for: the field `user`, or `metadata.user_id` of messages."""
+    user = ask.user
+    if endpoint.shape is Shape.MESSAGES:
+        try:
+            user = _metadata.decode(ask.metadata).user_id if bytes(ask.metadata) else None
+        except msgspec.MsgspecError:  # the engine's to refuse
+            return None
+    return user if isinstance(user, str) and user else None
+
+
+def _check_owned(fields: _Fields) -> None:
+    for name in OWNED_FIELDS:
+        if getattr(fields, name) is not UNSET:
+            raise InvalidInput(f"{name}: this field is set by the router; remove it", field=name)
+        if isinstance(fields.vllm_xargs, dict) and name in fields.vllm_xargs:  # vLLM takes it as the field itself
+            where = f"vllm_xargs.{name}"
+            raise InvalidInput(f"{where}: this is set by the router; remove it", field=where)
+
+
+def _alone(endpoint: Endpoint, fields: _Fields) -> Reason | None:
+    if endpoint.shape is Shape.PLAIN:
+        return Reason.RELAYED
+    if not (_is_one(fields.n) and _is_one(fields.best_of)) or fields.use_beam_search not in (None, False):
+        return Reason.SEVERAL_SEQUENCES
+    if fields.prompt_logprobs is not None or fields.echo not in (None, False):
+        return Reason.PROMPT_LOGPROBS
+    if fields.background not in (None, False):
+        return Reason.BACKGROUND
+    if fields.previous_response_id is not None:
+        return Reason.STORED_RESPONSE
+    if endpoint.shape is Shape.TEXT:
+        if fields.prompt_embeds is not None:
+            return Reason.EMBEDDED_PROMPT
+        prompt = bytes(fields.prompt)
+        if prompt[:1] == b"[":
+            try:
+                items = _list.decode(prompt)
+            except msgspec.MsgspecError as error:  # a number that no machine type holds
+                raise InvalidInput(f"prompt: {str(error).partition(' - at')[0]}", field="prompt") from None
+            if len(items) != 1 and not (items and all(type(item) is int for item in items)):
+                return Reason.SEVERAL_PROMPTS
+    return None if _is_plain(endpoint, fields) else Reason.UNUSUAL_FIELDS
+
+
+def _is_one(value: Any) -> bool:
+    return value is None or (type(value) is int and value == 1)
+
+
+_PLAIN_SWITCH = frozenset((b"", b"null", b"false", b"true"))
+_ASK_COUNTS = b',"stream_options":{"include_usage":true}'
+
+
+def _metering(fields: _Fields) -> bytes:
+    """The field that asks for a stream's counts, where the client did not. What it gave besides is kept."""
+    if fields.stream_options is _ABSENT:
+        return _ASK_COUNTS
+    given = bytes(fields.stream_options)
+    if given == b"null":
+        return _ASK_COUNTS
+    try:
+        options = _object.decode(given)
+    except msgspec.MsgspecError:  # the engine's to refuse
+        return b""
+    if bytes(options.get("include_usage", _ABSENT)) not in (b"", b"null", b"false"):
+        return b""
+    if bytes(options.pop("continuous_usage_stats", _ABSENT)) not in _PLAIN_SWITCH:
+        return b""  # without counts it says nothing; with them every chunk would have some
+    options["include_usage"] = _TRUE
+    return b',"stream_options":%b' % _encode(options)
+
+
+def _is_plain(endpoint: Endpoint, fields: _Fields) -> bool:
+    """Whether prefill and decode judge the request alike: the prompt is there, and the fields that the prefill leg leaves out
+    or replaces are of the kind that every engine takes. Else KV would be kept for a request that decode then refuses, or
+    the refusal would speak of a body that the client never sent."""
+    shape = endpoint.shape
+    if (
+        fields.input if shape is Shape.RESPONSES else fields.prompt if shape is Shape.TEXT else fields.messages
+    ) is _ABSENT:
+        return False
+    if fields.stream is not _ABSENT and bytes(fields.stream) not in _PLAIN_SWITCH:
+        return False
+    if fields.stream_options is not _ABSENT:
+        options = bytes(fields.stream_options)
+        if options != b"null" and (bytes(fields.stream) != b"true" or not _are_plain_options(options)):
+            return False
+    if fields.min_tokens is not _ABSENT and not bytes(fields.min_tokens).isdigit():
+        return False
+    if shape is Shape.RESPONSES:
+        return _is_limit(fields.max_output_tokens)
+    if shape is Shape.MESSAGES and bytes(fields.max_tokens) in (b"", b"null"):  # there it must be given
+        return False
+    return _is_limit(fields.max_tokens) and _is_limit(fields.max_completion_tokens)
+
+
+def _are_plain_options(text: bytes) -> bool:
+    try:
+        options = _object.decode(text)
+    except msgspec.MsgspecError:
+        return False
+    names = ("include_usage", "continuous_usage_stats")
+    return all(bytes(options.get(name, _ABSENT)) in _PLAIN_SWITCH for name in names)
+
+
+def _is_limit(value: Raw) -> bool:
+    if value is _ABSENT:
+        return True
+    text = bytes(value)
+    return (text.isdigit() and text != b"0") or text == b"null"
+
+
+_ASK_PREFILL = Raw(
+    b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,'
+    b'"remote_host":null,"remote_port":null}'
+)
+_ONE = Raw(b"1")
+_TRUE = Raw(b"true")
+_FALSE = Raw(b"false")
+
+
+def prefill_body(endpoint: Endpoint, body: bytes) -> bytes:
+    """The client's body as the prefill engine gets it: one token, not streamed, KV kept for a remote reader."""
+    fields = _object.decode(body)
+    for name in ("stream_options", "min_tokens"):
+        fields.pop(name, None)
+    fields["stream"] = _FALSE
+    if endpoint.shape is Shape.RESPONSES:
+        fields["max_output_tokens"] = _ONE
+    else:
+        fields["max_tokens"] = _ONE
+        if "max_completion_tokens" in fields:
+            fields["max_completion_tokens"] = _ONE
+    fields["kv_transfer_params"] = _ASK_PREFILL
+    return _encode(fields)
+
+
+def answer_body(body: bytes, metering: bytes, params: bytes | None) -> bytes:
+    """The client's own bytes with the router's fields as the last ones: of two equal names the last one counts."""
+    if params is not None:
+        return b'%b%b,"kv_transfer_params":%b}' % (body[: body.rindex(b"}")], metering, params)
+    return b"%b%b}" % (body[: body.rindex(b"}")], metering) if metering else body
+
+
+class _PrefillReply(Struct):
+    kv_transfer_params: Raw = Raw(b"null")
+
+
+_prefill_reply = msgspec.json.Decoder(_PrefillReply)
+
+
+def read_params(reply: bytes) -> bytes | None:
+    """The KV params of a prefill engine's reply; None: it gave none."""
+    try:
+        params = bytes(_prefill_reply.decode(reply).kv_transfer_params)
+        return params if params[:1] == b"{" and _object.decode(params) else None
+    except msgspec.MsgspecError:
+        return None
+
+
+class Usage:
+    """Token counts, merged per field: a later event that lacks one does not erase it."""
+
+    __slots__ = ("cached", "output", "prompt")
+
+    def __init__(self) -> None:
+        self.prompt: int | None = None
+        self.cached: int | None = None
+        self.output: int | None = None
+
+    def add(self, counts: Any) -> None:
+        """Take in a `usage` object of any of the formats."""
+        if not isinstance(counts, dict):
+            return
+        prompt = _count(counts, "prompt_tokens", "input_tokens", None)
+        if prompt is not None and "cache_read_input_tokens" in counts:  # Anthropic's input is what was not cached
+            for name in ("cache_creation_input_tokens", "cache_read_input_tokens"):
+                prompt += _count(counts, name, name, None) or 0
+        self.prompt = prompt or self.prompt  # no prompt is empty: a zero tells nothing
+        self.output = _count(counts, "completion_tokens", "output_tokens", self.output)
+        details = counts.get("prompt_tokens_details") or counts.get("input_tokens_details")
+        if isinstance(details, dict):
+            self.cached = _count(details, "cached_tokens", "cached_tokens", self.cached)
+        self.cached = _count(counts, "cache_read_input_tokens", "cache_read_input_tokens", self.cached)
+
+
+def _count(counts: dict[str, Any], name: str, other: str, before: int | None) -> int | None:
+    value = counts.get(name, counts.get(other))
+    return value if type(value) is int else before
+
+
+class _Reply(Struct):
+    usage: Any = None
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+
+
+_reply = msgspec.json.Decoder(_Reply)
+
+
+def read_reply(body: bytes, usage: Usage) -> bytes:
+    """A whole JSON reply, its counts read, as the client may see it: without the router's own fields. That they are null
+    tells nothing: then not a byte is changed."""
+    try:
+        reply = _reply.decode(body)
+    except msgspec.MsgspecError:
+        return body
+    usage.add(reply.usage)
+    if reply.kv_transfer_params is None and reply.ec_transfer_params is None:
+        return body
+    return without_owned(body)
+
+
+def without_owned(body: bytes) -> bytes:
+    """A JSON object without the router's own fields."""
+    return without(body, OWNED_FIELDS)
+
+
+def without(body: bytes, names: Iterable[str]) -> bytes:
+    """A JSON object without these fields; every other value byte for byte."""
+    fields = _object.decode(body)
+    for name in names:
+        fields.pop(name, None)
+    return _encode(fields)
+
+
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "invalid_request_error",
+    413: "invalid_request_error",
+    414: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    431: "invalid_request_error",
+}
+
+
+class Problem(NamedTuple):
+    """An error of the router's own, not yet in any format."""
+
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+    retry_after: int | None = None
+    """Seconds."""
+    kind: str = ""
+    """OpenAI's error type, where the status does not tell it."""
+
+
+def error_body(problem: Problem, shape: Shape = Shape.PLAIN) -> bytes:
+    """OpenAI's error object; for /v1/messages with the mark that Anthropic's clients look for as well."""
+    by_status = _ERROR_TYPES.get(problem.status, "server_error")
+    error = {
+        "message": problem.message,
+        "type": by_status if shape is Shape.MESSAGES else problem.kind or by_status,
+        "param": problem.param,
+        "code": problem.code,
+    }
+    if shape is Shape.MESSAGES:
+        return _encode({"type": "error", "error": error})
+    return _encode({"error": error})
+
+
+def error_event(problem: Problem, shape: Shape) -> bytes:
+    """The event that ends a stream which has begun."""
+    if shape in (Shape.MESSAGES, Shape.RESPONSES):
+        return b"event: error\ndata: %b\n\n" % error_body(problem, Shape.MESSAGES)
+    return b"data: %b\n\n" % error_body(problem)
+
+
+class _ErrorReply(Struct):
+    error: Any = None
+    detail: Any = None
+    message: Any = None
+
+
+_error_reply = msgspec.json.Decoder(_ErrorReply)
+
+
+def shaped_error(status: int, body: bytes, shape: Shape) -> bytes:
+    """An engine's error reply, passed on untouched where it is shaped rightly, else put into the shape."""
+    try:
+        reply = _error_reply.decode(body)
+    except msgspec.MsgspecError:
+        reply = _ErrorReply()
+    if isinstance(reply.error, dict) and "message" in reply.error:
+        if shape is Shape.MESSAGES and not body.startswith(b'{"type":"error"'):
+            return _encode({"type": "error", "error": reply.error})
+        return body
+    text = next((t for t in (reply.error, reply.detail, reply.message) if isinstance(t, str) and t), None)
+    return error_body(Problem(status, "engine_error", text or f"The engine answered with status {status}."), shape)
+
+
+def event_error(events: bytes) -> tuple[int, bytes]:
+    """Status and body of an error that an engine reported as the first event of a stream."""
+    status, body = 500, b""
+    for line in events.splitlines():
+        if line.startswith(b"data:") and b'"error"' in line:
+            body = line[5:].strip()
+            try:
+                error = _error_reply.decode(body).error
+            except msgspec.MsgspecError:
+                break
+            code = error.get("code") if isinstance(error, dict) else None
+            if type(code) is int and 400 <= code < 600:
+                status = code
+            break
+    return status, body

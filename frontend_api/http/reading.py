@@ -1,0 +1,278 @@
+"""Requests out of bytes, sans-IO, on httptools: limits enforced, every framing that could be read in two ways refused.
+
+It neither reads nor writes a socket. After `broken` is set nothing on the connection can be trusted any more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from time import monotonic, perf_counter
+
+import httptools
+from msgspec import Struct
+
+from controlplane.fleet.wire import SnapshotKey
+from frontend_api.formats.openai import Problem
+
+
+class Limits(Struct, frozen=True):
+    """Sizes in bytes, times in seconds."""
+
+    head_bytes: int = 32 << 10
+    body_bytes: int = 64 << 20
+    head_seconds: float = 20.0
+    """From a request's first byte to the end of its head."""
+    body_seconds: float = 60.0
+    """Between two pieces of a body."""
+    body_rate: int = 1_000
+    """Bytes a second that a body has to bring on average once `body_seconds` are over: drops do not keep it alive for ever."""
+    idle_seconds: float = 75.0
+    """A kept connection without a request."""
+    write_seconds: float = 60.0
+    """A client that takes no byte of its reply."""
+    linger_seconds: float = 2.0
+    """How long a refused client's further bytes are read away, so that it sees the refusal and not a reset."""
+    pipelined: int = 16
+    """Requests read ahead on one connection."""
+
+
+class Request:
+    """One request. Header names are lower case; of a repeated name the last value counts."""
+
+    __slots__ = ("body", "headers", "http10", "keep_alive", "key", "method", "path", "query", "received_at", "refusal")
+
+    def __init__(self) -> None:
+        self.method = b""
+        self.path = b""
+        self.query = b""
+        self.headers: dict[bytes, bytes] = {}
+        self.http10 = False
+        self.keep_alive = True
+        self.body = b""
+        self.received_at = 0.0
+        """`perf_counter` when its last byte came, or when its turn came on a connection with earlier requests."""
+        self.refusal: Problem | None = None
+        self.key: SnapshotKey | None = None
+        """The API key it came with."""
+
+
+_ONCE = frozenset((b"authorization", b"x-api-key", b"host", b"expect"))
+"""Headers that decide something and may come once only."""
+
+
+class RequestReader:
+    """The requests of one connection, in their order."""
+
+    def __init__(self, limits: Limits, judge: Callable[[Request], Problem | None]) -> None:
+        self._limits = limits
+        self._judge = judge
+        self._parser = httptools.HttpRequestParser(self)
+        self.requests: deque[Request] = deque()
+        """Whole requests that nobody has taken yet."""
+        self.broken: Problem | None = None
+        self.in_message = False
+        self.in_head = False
+        self.began = 0.0
+        """Monotonic time of the present request's first byte."""
+        self.wants_continue = False
+        """The client waits for `100 Continue` before it sends the body."""
+        self._request = Request()
+        self._headers: dict[bytes, bytes] = {}
+        self._target = b""
+        self._body: list[bytes] = []
+        self._body_bytes = 0
+        self._fed = 0
+        """Bytes of the present head (later: of a chunked body) before the piece that is being read."""
+        self._piece = 0
+        self._messages = 0
+        """Whose bytes the piece may hold."""
+        self._length = 0
+        self._chunked = False
+        self._upgrading = False
+        self._replaying = False
+
+    def feed(self, data: bytes) -> None:
+        """Read on. Whole requests are in `requests` afterwards; the next cannot be read once `broken` is set."""
+        self._piece = len(data)
+        self._messages = int(self.in_message)
+        while data:
+            try:
+                self._parser.feed_data(data)
+                break
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+                if self.broken is not None:
+                    return
+                self._ignore_upgrade()
+            except httptools.HttpParserCallbackError:
+                raise
+            except httptools.HttpParserError as error:
+                self._break(400, "bad_request", f"This is not valid HTTP/1.1: {error}.")
+                return
+        if not self.in_message:
+            return
+        if self._messages == 1:  # else most of the piece was earlier requests'
+            self._fed += self._piece
+        if self.in_head:
+            self._check_head(self._fed)
+        elif self._chunked and self._fed > 8 * self._limits.body_bytes + self._limits.head_bytes:
+            self._too_large()  # one-byte chunks and endless chunk extensions cost more than they carry
+
+    def late(self, now: float, last_read: float) -> bool:
+        """Whether the present request comes too slowly. `last_read`: when its last piece came; both monotonic."""
+        limits = self._limits
+        age = now - self.began
+        if self.in_head:
+            return age > limits.head_seconds
+        due = (age - limits.body_seconds) * limits.body_rate
+        return now - last_read > limits.body_seconds or self._body_bytes < due
+
+    @property
+    def full(self) -> bool:
+        """Enough was read ahead: nothing more should be fed until a request was taken."""
+        limits, waiting = self._limits, self.requests
+        return len(waiting) >= limits.pipelined or sum(len(request.body) for request in waiting) > limits.body_bytes
+
+    def close(self) -> None:
+        """Hold nothing any more. Parser and reader refer to each other: without this, bodies would stay in memory until
+        the collector comes by, which it does for the number of objects and not for their size."""
+        del self._parser
+        self.requests.clear()
+        self._body = []
+        self._request = Request()
+
+    def _ignore_upgrade(self) -> None:
+        """Offers of another protocol (h2c, by some clients with every first request) may be ignored: read on as HTTP/1.1."""
+        self._parser = httptools.HttpRequestParser(self)
+        framing = b"Transfer-Encoding: chunked" if self._chunked else b"Content-Length: %d" % self._length
+        self._replaying = True
+        self._upgrading = False
+        self._parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n\r\n" % framing)
+
+    def give_up(self, problem: Problem) -> None:
+        """Read no further."""
+        if self.broken is None:
+            self.broken = problem
+
+    def _break(self, status: int, code: str, message: str) -> None:
+        self.give_up(Problem(status, code, message))
+
+    def _too_large(self) -> None:
+        size = self._limits.body_bytes
+        self._break(
+            413, "body_too_large", f"The body is larger than {size} bytes; the router's --max-body-mb sets this."
+        )
+
+    def _check_head(self, size: int) -> None:
+        limit = self._limits.head_bytes
+        if size > limit:
+            self._break(431, "header_too_large", f"The request's head is longer than {limit} bytes.")
+
+    # ---- httptools
+
+    def on_message_begin(self) -> None:
+        if self._replaying:
+            return
+        self._request = request = Request()
+        self._headers = request.headers
+        self.in_message = self.in_head = True
+        self._messages += 1
+        self.began = monotonic()
+        self._target = b""
+        self._fed = self._body_bytes = self._length = 0
+        self._chunked = False
+
+    def on_url(self, url: bytes) -> None:
+        if not self._replaying:
+            self._target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.in_head:
+            return  # trailers, and the head that is replayed, say nothing that is used
+        name = name.lower()
+        if name in _ONCE and name in self._headers:
+            self._break(400, "bad_request", f"The header {name.decode()} is given twice.")
+        self._headers[name] = value
+
+    def on_headers_complete(self) -> None:
+        if self._replaying:
+            self._replaying = False
+            return
+        self.in_head = False
+        request = self._request
+        parser = self._parser
+        headers = request.headers
+        if self._fed + self._piece > self._limits.head_bytes:  # a part of it may be body: look closer
+            self._check_head(len(self._target) + sum(len(name) + len(value) + 4 for name, value in headers.items()))
+        self._fed = 0
+        request.method = parser.get_method()
+        self._upgrading = parser.should_upgrade()
+        version = parser.get_http_version()
+        if version == "1.1":
+            request.keep_alive = parser.should_keep_alive()
+            if b"host" not in headers:
+                self._break(400, "bad_request", "The header host is missing.")
+        elif version == "1.0":
+            request.http10 = True
+            request.keep_alive = False
+        else:
+            self._break(505, "http_version", "Only HTTP/1.1 and HTTP/1.0 are spoken here.")
+        if request.method == b"CONNECT":
+            self._break(405, "method_not_allowed", "This is no proxy.")
+        self._read_framing(headers, request.http10)
+        target = self._target if self._target.startswith(b"/") else _origin_form(self._target)
+        request.path, _, request.query = target.partition(b"?")
+        if self.broken is not None:
+            return
+        if b"content-encoding" in headers:
+            request.refusal = Problem(415, "content_encoding", "Send the body without a content encoding.")
+        else:
+            request.refusal = self._judge(request)
+        if b"expect" in headers:
+            self._read_expectation(headers[b"expect"])
+
+    def _read_framing(self, headers: dict[bytes, bytes], http10: bool) -> None:
+        coding = headers.get(b"transfer-encoding")
+        if coding is not None:
+            self._chunked = True
+            if coding.lower() != b"chunked" or http10:
+                self._break(501, "transfer_encoding", "The only transfer encoding understood is chunked.")
+        elif length := headers.get(b"content-length"):
+            self._length = int(length)
+            if self._length > self._limits.body_bytes:
+                self._too_large()
+
+    def _read_expectation(self, expectation: bytes) -> None:
+        if expectation.lower() != b"100-continue":
+            self._break(417, "expectation_failed", "The only expectation understood is 100-continue.")
+        elif self._request.refusal is not None:
+            self.broken = self._request.refusal
+        else:
+            self.wants_continue = True
+
+    def on_body(self, data: bytes) -> None:
+        self._body_bytes += len(data)
+        if self._body_bytes > self._limits.body_bytes:
+            self._too_large()
+        elif self._request.refusal is None and self.broken is None:
+            self._body.append(data)
+
+    def on_message_complete(self) -> None:
+        if self._upgrading or self.broken is not None:
+            return
+        self.in_message = self.wants_continue = False
+        request = self._request
+        if self._body:
+            body = self._body
+            self._body = []
+            request.body = body[0] if len(body) == 1 else b"".join(body)
+        request.received_at = perf_counter()
+        self.requests.append(request)
+
+
+def _origin_form(target: bytes) -> bytes:
+    """`http://host/path?query` as `/path?query` (RFC 9112 §3.2.2); anything else stays and finds no route."""
+    _, _, rest = target.partition(b"://")
+    slash = rest.find(b"/")
+    return rest[slash:] if slash >= 0 else target

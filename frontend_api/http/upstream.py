@@ -1,0 +1,389 @@
+"""Connections to engines: pooled HTTP/1.1 on httptools. One request at a time on each; the framing of replies is followed.
+
+It knows no retry rule: a leg that fails says how far it came, and `flow` decides. Cancelling a leg closes its connection, so
+that the engine notices at once. No TLS: engines live on loopback or one private network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from enum import Enum
+from time import monotonic
+from typing import NamedTuple, Protocol, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from frontend_api.http.outbox import Outbox
+from frontend_api.routing.view import Engine
+
+log = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 3.0
+IDLE_SECONDS = 4.0
+"""vLLM's server closes idle connections after 5 s; ours go first, so that a request never meets that close."""
+MAX_HEAD = 64 << 10
+"""Bytes of a reply's head."""
+
+
+class Broken(Enum):
+    """Why a leg ended without a whole reply."""
+
+    CONNECT = "connect"
+    """No connection: refused, unreachable."""
+    CONNECT_TIMEOUT = "connect-timeout"
+    STALE = "stale"
+    """A kept connection was closed by the engine just when it was used again: says nothing about the engine."""
+    RESET = "reset"
+    """The connection broke before the reply was whole."""
+    PROTOCOL = "protocol"
+    """Not HTTP/1.1, or framing that contradicts itself."""
+    SILENT = "silent"
+    """No byte for too long."""
+
+
+class Failure(NamedTuple):
+    kind: Broken
+    sent: bool
+    """The request may have reached the engine."""
+
+
+class Receiver(Protocol):
+    """Who a leg reports to. After `ended` or `failed` nothing more is called."""
+
+    def sending(self) -> None: ...
+    def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None: ...
+    def body(self, data: bytes, last: bool) -> None: ...
+    def ended(self) -> None: ...
+    def failed(self, failure: Failure) -> None: ...
+    def crashed(self) -> None:
+        """One of the calls above raised: end what can be ended."""
+
+
+class Leg:
+    """One request to one engine, from before the connection to the end of the reply."""
+
+    __slots__ = ("connection", "last_byte_at", "receiver")
+
+    def __init__(self, receiver: Receiver) -> None:
+        self.receiver: Receiver | None = receiver
+        self.connection: Connection | None = None
+        self.last_byte_at = monotonic()
+
+    def cancel(self) -> None:
+        """Nobody wants the reply any more. Closes the connection; the receiver hears nothing."""
+        self.receiver = None  # a connection still being made goes to the pool instead
+        if self.connection is not None:
+            self.connection.abort()
+
+    def give_up(self, kind: Broken) -> None:
+        """Cancel, and report it as a failure."""
+        receiver, sent = self.receiver, self.connection is not None
+        self.cancel()
+        if receiver is not None:
+            receiver.failed(Failure(kind, sent))
+
+    def pause(self) -> None:
+        if self.connection is not None:
+            self.connection.pause()
+
+    def resume(self) -> None:
+        if self.connection is not None:
+            self.connection.resume()
+
+
+class Connection(asyncio.Protocol):
+    """One TCP connection to an engine."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self.leg: Leg | None = None
+        self.idle_since = 0.0
+        self._reused = False
+        self._paused = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._parts: list[bytes] = []
+        self._began = False
+        self._head_done = False
+        self._complete = False
+        self._violated = False
+        self._keep_alive = False
+        self._head_bytes = 0
+        self._length = False
+        self._chunked = False
+
+    # from the pool
+
+    def send(self, leg: Leg, request: bytes) -> None:
+        self.leg = leg
+        leg.connection = self
+        leg.last_byte_at = monotonic()
+        assert self._transport is not None
+        assert leg.receiver is not None
+        self._pool.outbox.write(self._transport, request)
+        leg.receiver.sending()
+
+    @property
+    def usable(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    def abort(self) -> None:
+        self.leg = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    def pause(self) -> None:
+        if not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()
+            if self.leg is not None:
+                self.leg.last_byte_at = monotonic()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._pool.opened.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        leg = self.leg
+        if leg is None:  # bytes that nobody asked for
+            self.abort()
+            return
+        leg.last_byte_at = monotonic()
+        self._began = True
+        headed = self._head_done
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._violated = True
+        if not self._head_done and not self._violated:
+            self._head_bytes += len(data)
+            self._violated = self._head_bytes > MAX_HEAD
+        if self._violated:
+            self._fail(Broken.PROTOCOL)
+            return
+        receiver = leg.receiver
+        try:
+            if self._head_done and not headed and receiver is not None:
+                receiver.head(self._parser.get_status_code(), self._headers)
+            parts = self._parts
+            if parts:
+                self._parts = []
+                if leg.receiver is not None:
+                    leg.receiver.body(parts[0] if len(parts) == 1 else b"".join(parts), self._complete)
+            if self._complete and self.leg is leg:  # the receiver may have cancelled it just now
+                self._finish(self._keep_alive)
+        except Exception:
+            log.exception("defect in the router")
+            self.abort()
+            if receiver is not None:
+                receiver.crashed()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._pool.lost(self)
+        leg = self.leg
+        if leg is None:
+            return
+        if self._head_done and error is None and not self._length and not self._chunked:
+            self._finish(False)  # a reply whose end is the end of the connection
+        elif self._reused and not self._began:
+            self._fail(Broken.STALE)
+        else:
+            self._fail(Broken.RESET)
+
+    def _finish(self, keep: bool) -> None:
+        leg, self.leg = self.leg, None
+        assert leg is not None
+        receiver = leg.receiver
+        leg.receiver = leg.connection = None
+        if keep and self.usable and (self._length or self._chunked):
+            self.resume()
+            self._reused = True
+            self._reset()
+            self._pool.keep(self)
+        else:
+            self.abort()
+        if receiver is not None:
+            receiver.ended()
+
+    def _fail(self, kind: Broken) -> None:
+        leg = self.leg
+        self.abort()
+        if leg is not None and leg.receiver is not None:
+            receiver = leg.receiver
+            leg.receiver = leg.connection = None
+            receiver.failed(Failure(kind, True))
+
+    # httptools
+
+    def on_message_begin(self) -> None:
+        if self._complete:  # a second reply to one request
+            self._violated = True
+        self._headers = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._head_done:
+            return  # a trailer
+        name = name.lower()
+        if name == b"content-length":
+            self._length = True
+        elif name == b"transfer-encoding":
+            self._chunked = True
+            if value.lower() != b"chunked":
+                self._violated = True
+        else:
+            self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status >= 200:
+            self._head_done = True
+            self._keep_alive = self._parser.should_keep_alive()
+            if status in (204, 304):
+                self._length = True
+
+    def on_body(self, data: bytes) -> None:
+        self._parts.append(data)
+
+    def on_message_complete(self) -> None:
+        if self._head_done:
+            self._complete = True
+
+
+class Pool:
+    """The connections to one engine."""
+
+    def __init__(self, engine: Engine, outbox: Outbox) -> None:
+        self.outbox = outbox
+        url = urlsplit(engine.spec.url)
+        self.host = url.hostname or ""
+        self.port = url.port or 80
+        self._path = url.path.rstrip("/").encode()
+        secret = engine.spec.secret
+        self._fixed = b" HTTP/1.1\r\nhost: %b\r\n%bcontent-type: application/json\r\n" % (
+            url.netloc.rpartition("@")[2].encode(),
+            b"authorization: Bearer %b\r\n" % secret.encode() if secret else b"",
+        )
+        self.idle: list[Connection] = []
+        self.opened: set[Connection] = set()
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def start(self, receiver: Receiver, target: bytes, headers: bytes, body: bytes, *, fresh: bool = False) -> Leg:
+        """Send a POST. `headers`: further header lines, each ended. `fresh`: on a new connection only."""
+        request = b"POST %b%b%b%bcontent-length: %d\r\n\r\n%b" % (
+            self._path, target, self._fixed, headers, len(body), body,
+        )  # fmt: skip
+        leg = Leg(receiver)
+        if not fresh:
+            oldest = monotonic() - IDLE_SECONDS
+            while self.idle:
+                connection = self.idle.pop()
+                if connection.usable and connection.idle_since > oldest:
+                    connection.send(leg, request)
+                    return leg
+                connection.abort()
+        task = asyncio.get_running_loop().create_task(self._connect(leg, request))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+        return leg
+
+    async def _connect(self, leg: Leg, request: bytes) -> None:
+        loop = asyncio.get_running_loop()
+        kind = Broken.CONNECT
+        connection: Connection | None = None
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                _, connection = await loop.create_connection(lambda: Connection(self), self.host, self.port)
+        except TimeoutError:
+            kind = Broken.CONNECT_TIMEOUT
+        except OSError:
+            pass
+        receiver = leg.receiver
+        if connection is not None and connection.usable:
+            if receiver is not None:
+                connection.send(leg, request)
+            else:
+                self.keep(connection)
+            return
+        if receiver is not None:
+            leg.receiver = None
+            receiver.failed(Failure(kind, False))
+
+    def keep(self, connection: Connection) -> None:
+        if self._closed:
+            connection.abort()
+            return
+        connection.idle_since = monotonic()
+        self.idle.append(connection)
+
+    def lost(self, connection: Connection) -> None:
+        self.opened.discard(connection)
+        if connection in self.idle:
+            self.idle.remove(connection)
+
+    def close_idle(self, older_than: float) -> None:
+        """Close connections that have been idle since before `older_than` (monotonic)."""
+        while self.idle and self.idle[0].idle_since < older_than:
+            self.idle.pop(0).abort()
+
+    def close(self) -> None:
+        """Keep no connection any more; those in use go when their reply ends."""
+        self._closed = True
+        self.close_idle(float("inf"))
+
+
+class Upstreams:
+    """A pool for each engine of the view."""
+
+    def __init__(self) -> None:
+        self._pools: dict[Engine, Pool] = {}
+        self._outbox = Outbox()
+
+    def pool(self, engine: Engine) -> Pool:
+        pool = self._pools.get(engine)
+        if pool is None:
+            pool = self._pools[engine] = Pool(engine, self._outbox)
+        return pool
+
+    def forget(self, engine: Engine) -> None:
+        pool = self._pools.pop(engine, None)
+        if pool is not None:
+            pool.close()
+
+    def sweep(self, now: float) -> None:
+        """Once a second: close what has been idle for too long."""
+        for pool in self._pools.values():
+            pool.close_idle(now - IDLE_SECONDS)
+
+    def open_connections(self) -> int:
+        return sum(len(pool.opened) for pool in self._pools.values())
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+
+
+async def accepts_connections(engine: Engine) -> bool:
+    """Whether the engine takes a TCP connection now: the cheap probe for engines that failed."""
+    url = urlsplit(engine.spec.url)
+    try:
+        async with asyncio.timeout(CONNECT_SECONDS):
+            _, writer = await asyncio.open_connection(url.hostname, url.port or 80)
+    except (TimeoutError, OSError):
+        return False
+    writer.transport.abort()
+    return True

@@ -1,0 +1,1 @@
+"""Where KV lies: the engines' events, the index made of them, and how far that is known."""

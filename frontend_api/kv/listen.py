@@ -1,0 +1,150 @@
+"""What the KV index lives on: a subscriber per engine, a fresh connection for each replay, and the models' tokenizers.
+
+It decides nothing: what frames mean is `kvevents`' part. A replay has a connection of its own, so that no late answer can be
+taken for that of the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from time import monotonic
+
+import zmq
+import zmq.asyncio
+
+from frontend_api.kv.events import END, REPLAY_SECONDS, Rank
+from frontend_api.kv.evidence import Cache, Evidence, Source, TokenSource
+from frontend_api.kv.save import SavedIndex
+from frontend_api.tokens.store import Absent
+
+log = logging.getLogger(__name__)
+
+HIGH_WATER_MARK = 100_000
+"""Batches that may wait in a subscriber, as many as a publisher keeps."""
+TICK_SECONDS = 0.25
+RETRY_SECONDS = 5.0
+BURST = 16
+"""Batches taken before other tasks get their turn."""
+
+
+class Unusable(Exception):
+    """A folder from which no exact token ids can be had; the text says why."""
+
+
+class Follower:
+    """Follows the events of every engine in the evidence. `load`: the token source of a folder, or of what is offered under
+    a Redis key, in any thread; raises `Unusable` where there is none, `Absent` where there may be one later."""
+
+    def __init__(
+        self, evidence: Evidence, load: Callable[[str, str], TokenSource], saved: SavedIndex | None = None
+    ) -> None:
+        """`saved`: what ranks may begin with."""
+        self._evidence = evidence
+        self._load = load
+        self._saved = saved
+        self._loading: dict[str, asyncio.Task[None]] = {}
+        self._context = zmq.asyncio.Context()
+        self._tasks: dict[Source, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """For ever. Its sockets are closed when it is cancelled."""
+        try:
+            while True:
+                self._keep_up()
+                await asyncio.sleep(TICK_SECONDS)
+        finally:
+            tasks = [*self._tasks.values(), *self._loading.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._context.destroy(linger=0)
+
+    def _keep_up(self) -> None:
+        wanted = self._evidence.sources()
+        for source in [s for s in self._tasks if s not in wanted]:
+            self._tasks.pop(source).cancel()
+        for source, rank in wanted.items():
+            task = self._tasks.get(source)
+            if task is None or task.done():
+                self._tasks[source] = asyncio.create_task(self._follow(source, rank))
+        for cache in self._evidence.caches.values():
+            if cache.tokens is None and cache.awaits_tokens and cache.tokenizer not in self._loading:
+                self._loading[cache.tokenizer] = asyncio.create_task(self._load_tokens(cache, cache.tokenizer))
+        self._evidence.tick(monotonic())
+
+    async def _load_tokens(self, cache: Cache, tokenizer: str) -> None:
+        tokens: TokenSource | None = None
+        why, pause = "the tokenizer cannot be used", 0.0
+        try:
+            tokens = await asyncio.to_thread(self._load, cache.folder, cache.tokenizer_key)
+        except Absent as error:
+            why, pause = str(error), RETRY_SECONDS
+        except Unusable as error:
+            log.warning("The tokenizer in %s cannot be used: %s", cache.folder, error)
+        except Exception:
+            log.exception("The tokenizer in %s cannot be used.", cache.folder)
+        if cache.tokenizer == tokenizer:
+            if pause and why != cache.no_tokens:
+                log.warning("%s: %s.", cache.name, why)
+            cache.tokens, cache.no_tokens, cache.awaits_tokens = tokens, why, bool(pause)
+        await asyncio.sleep(pause)
+        del self._loading[tokenizer]
+
+    async def _follow(self, source: Source, rank: Rank) -> None:
+        asking = asyncio.create_task(self._replays(source, rank)) if source.replay else None
+        sub = self._socket(zmq.SUB)
+        try:
+            sub.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+            sub.setsockopt(zmq.SUBSCRIBE, b"")
+            sub.connect(source.events)
+            count = 0
+            while True:
+                frames = await sub.recv_multipart()
+                if len(frames) >= 2 and len(frames[-2]) == 8:
+                    rank.live(int.from_bytes(frames[-2], "big", signed=True), frames[-1], monotonic())
+                count += 1
+                if count % BURST == 0:
+                    await asyncio.sleep(0)
+        except zmq.ZMQError as error:
+            log.error("The events of %s at %s cannot be followed: %s", source.engine, source.events, error)
+            await asyncio.sleep(RETRY_SECONDS)
+        finally:
+            sub.close(0)
+            if asking is not None:
+                asking.cancel()
+
+    async def _replays(self, source: Source, rank: Rank) -> None:
+        if self._saved is not None:
+            await self._saved.restore(source, rank)
+        while True:
+            while rank.wanted is None:  # noqa: ASYNC110 - the state machine sets no event
+                await asyncio.sleep(0.05)
+            start = rank.asked()
+            dealer = self._socket(zmq.DEALER)
+            try:
+                dealer.connect(source.replay)
+                await dealer.send_multipart([b"", start.to_bytes(8, "big")])
+                count, sequence = 0, 0
+                while sequence != END:
+                    async with asyncio.timeout(REPLAY_SECONDS):
+                        frames = await dealer.recv_multipart()
+                    if len(frames) < 2:
+                        continue
+                    sequence = int.from_bytes(frames[-2], "big", signed=True)
+                    rank.replayed(sequence, frames[-1], monotonic())
+                    count += 1
+                    if count % BURST == 0:
+                        await asyncio.sleep(0)
+            except (TimeoutError, zmq.ZMQError):
+                rank.replay_failed(monotonic())
+                await asyncio.sleep(TICK_SECONDS)
+            finally:
+                dealer.close(0)
+
+    def _socket(self, kind: int) -> zmq.asyncio.Socket:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.LINGER, 0)
+        return socket

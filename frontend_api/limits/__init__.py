@@ -1,0 +1,1 @@
+"""What a key may use, counted once over all routers."""

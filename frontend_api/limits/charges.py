@@ -1,0 +1,98 @@
+"""How many tokens a request is charged: an estimate before it is served, what was seen afterwards. Pure."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Raw, Struct
+
+from controlplane.fleet.wire import Result
+from frontend_api.formats.openai import Endpoint, Shape
+from frontend_api.observe.account import Account
+
+USUAL_OUTPUT = 256
+"""Tokens reserved for an answer whose length the client left open."""
+COMPLETION_OUTPUT = 16
+"""The same for /v1/completions: the engine's own default there."""
+BYTES_PER_TOKEN = 4
+
+
+class Estimate(NamedTuple):
+    """What a request may cost, in tokens."""
+
+    prompt: int
+    output: int
+    sure: int
+    """Of both, what is known to be asked for and not guessed."""
+
+    def within(self, budget: int | None) -> int:
+        """What is reserved. A guess never takes more than the whole budget: who asked for little must be able to pass."""
+        total = self.prompt + self.output
+        return total if budget is None else max(min(total, budget), self.sure)
+
+
+NOTHING = Estimate(0, 0, 0)
+
+
+class _Lengths(Struct):
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
+    n: Any = None
+    prompt: Raw = Raw(b"")
+
+
+_lengths = msgspec.json.Decoder(_Lengths)
+_list = msgspec.json.Decoder(list[Raw])
+
+
+def estimate(endpoint: Endpoint, body: bytes, tokens: int | None, budget: int | None) -> Estimate:
+    """Before a request is served. `tokens`: of its prompt, if known. `budget`: the key's tokens per minute."""
+    if endpoint.path == "/tokenize":  # asks an engine for nothing that counts
+        return NOTHING
+    prompt = tokens if tokens is not None else -(-len(body) // BYTES_PER_TOKEN)
+    if not endpoint.generates:
+        return Estimate(prompt, 0, 0)
+    fields = _lengths.decode(body)  # `openai.read_request` took it before
+    asked = _length(endpoint, fields)
+    sequences = fields.n if type(fields.n) is int and 1 < fields.n < 1000 else 1
+    if endpoint.shape is Shape.TEXT:
+        sequences *= _prompts(fields.prompt)
+    usual = COMPLETION_OUTPUT if endpoint.shape is Shape.TEXT else USUAL_OUTPUT
+    if asked is None and budget is not None:
+        usual = max(1, min(usual, budget // 4))
+    return Estimate(prompt, (asked or usual) * sequences, (tokens or 0) + (asked or 0) * sequences)
+
+
+def _length(endpoint: Endpoint, fields: _Lengths) -> int | None:
+    if endpoint.shape is Shape.RESPONSES:
+        value = fields.max_output_tokens
+    else:
+        value = fields.max_completion_tokens if type(fields.max_completion_tokens) is int else fields.max_tokens
+    return value if type(value) is int and value > 0 else None
+
+
+def _prompts(prompt: Raw) -> int:
+    text = bytes(prompt)
+    if text[:1] != b"[":
+        return 1
+    items = _list.decode(text)
+    first = bytes(items[0])[:1] if items else b""
+    return len(items) if first in (b'"', b"[") else 1
+
+
+def charge(endpoint: Endpoint, account: Account, result: Result, status: int, before: Estimate, reserved: int) -> int:
+    """After a request has ended, however. An engine that never answered costs nothing; a stream that was cut, what was seen of
+    it; a client that left while its prompt was read, the prompt; an answer without counts, what was reserved."""
+    usage, reader = account.usage, account.reader
+    seen = 0
+    if reader is not None:
+        seen = max(0, reader.texts - (1 if endpoint.shape is Shape.CHAT else 0))  # a chat's first event is its role
+    if usage.prompt is not None:
+        return usage.prompt + max(usage.output or 0, seen)
+    if reader is not None and account.streamed:
+        return before.prompt + max(usage.output or 0, seen)
+    if result is Result.ABORTED:
+        return before.prompt if account.sent_at else 0
+    return reserved if status == 200 else 0

@@ -1,0 +1,1 @@
+"""The router's processes: started, fed with connections and snapshots, drained."""

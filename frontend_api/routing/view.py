@@ -1,0 +1,302 @@
+"""What this router process knows: the snapshot, each engine's in-flight load and its health. The only mutable state.
+
+It does no IO. Load is written by `carrying` alone, and `loads` adds what the other routers have; a health check or a new
+snapshot never touches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from itertools import count
+from time import monotonic
+from types import TracebackType
+from typing import Protocol
+
+from xxhash import xxh3_64_intdigest
+
+from controlplane.fleet.model import Role
+from controlplane.fleet.wire import FleetSnapshot, RoutingPolicy, SnapshotDeployment, SnapshotEngine, SnapshotKey
+from frontend_api.routing.rates import USUAL_PULL, USUAL_READ, USUAL_STEP, Rate, settle
+
+HANG_PAUSE = 5.0
+"""Seconds for which an engine that answers nothing at all is not even tried as the last resort."""
+OVERLOAD_PAUSE = 1.0
+"""Seconds for which an engine that has too much to do is left alone, if it asks for no more."""
+LONGEST_OVERLOAD = 30.0
+LEAST_LEARNED = 256
+"""Tokens; shorter prompts tell more of the way than of the engine."""
+LEAST_STEPS = 8
+"""Tokens of an answer."""
+
+
+class Health(Enum):
+    """What the last connections to an engine told."""
+
+    UP = "up"
+    HALF_OPEN = "half-open"
+    """It accepts connections again; one request at a time may prove that it answers."""
+    OVERLOADED = "overloaded"
+    """It answered that it has too much to do: for a short time it is used when no other can serve."""
+    DOWN = "down"
+
+
+class Cells(Protocol):
+    """A list, or memory that other processes see."""
+
+    def __setitem__(self, at: int, value: int, /) -> None: ...
+
+
+class Engine:
+    """One engine process as this router sees it. (id, attempt, url) names it for ever."""
+
+    __slots__ = (
+        "cell",
+        "cells",
+        "freed",
+        "health",
+        "in_flight",
+        "last_taken",
+        "others",
+        "others_queued",
+        "pull",
+        "queued",
+        "read",
+        "retry_at",
+        "seed",
+        "spec",
+        "step",
+    )
+
+    def __init__(self, spec: SnapshotEngine) -> None:
+        self.spec = spec
+        self.in_flight = 0
+        """Requests that this process has there."""
+        self.last_taken = 0
+        """Rises over all engines with each request taken: the smallest was taken longest ago."""
+        self.queued = 0
+        """Prompt tokens that these still have to have computed, as far as they are known."""
+        self.cells: Cells = [0, 0]
+        """Where `in_flight` and `queued` are shown to the other processes: at `cell` and behind it."""
+        self.cell = 0
+        self.freed: Callable[[], None] | None = None
+        """Told of each request that ends there, where requests may wait for that."""
+        self.others = 0
+        """Requests that other router processes have there, as far as known: `loads` writes it."""
+        self.others_queued = 0
+        """Prompt tokens that these still have to have computed."""
+        self.read = Rate(USUAL_READ, LEAST_LEARNED)
+        """Computing prompts."""
+        self.pull = Rate(USUAL_PULL, LEAST_LEARNED)
+        """Hand-over of KV from prefill engines."""
+        self.step = Rate(USUAL_STEP, LEAST_STEPS)
+        """Writing one answer, token by token."""
+        self.seed = xxh3_64_intdigest(spec.id.encode())
+        """What tells it from others in the hash of a session: the same in every router."""
+        self.health = Health.UP
+        self.retry_at = 0.0
+        """Monotonic time from which a DOWN engine may be tried when no other is left, and an OVERLOADED one again."""
+
+    @property
+    def id(self) -> str:
+        return self.spec.id
+
+    @property
+    def load(self) -> int:
+        """Requests that all routers have there."""
+        return self.in_flight + self.others
+
+    def failed(self, now: float, *, hangs: bool) -> None:
+        """A connection could not be made, or broke before the first byte. `hangs`: it ran into a time limit."""
+        self.health = Health.DOWN
+        self.retry_at = now + HANG_PAUSE if hangs else now
+
+    def accepts(self) -> None:
+        """A probe could connect again."""
+        if self.health is Health.DOWN:
+            self.health = Health.HALF_OPEN
+
+    def answered(self) -> None:
+        if self.health is not Health.OVERLOADED:  # one answer does not say that there is room for more
+            self.health = Health.UP
+
+    def overloaded(self, now: float, pause: float | None = None) -> None:
+        """It refused a request because it has too many. `pause`: seconds that it asks for. `now`: monotonic."""
+        self.health = Health.OVERLOADED
+        self.retry_at = now + min(max(pause or OVERLOAD_PAUSE, OVERLOAD_PAUSE), LONGEST_OVERLOAD)
+
+    def rest(self, now: float) -> None:
+        """Let an overload be over when its time has passed."""
+        if self.health is Health.OVERLOADED and self.retry_at <= now:
+            self.health = Health.UP
+
+    def __repr__(self) -> str:
+        return f"<Engine {self.spec.id} {self.health.value} in_flight={self.in_flight}>"
+
+
+_turns = count(1)
+
+
+class carrying:
+    """`with carrying(engine):` counts one request at the engine, from before the connection until the block is left.
+
+    `tokens` of its prompt are to be computed there; `computed` says that they are. `release` gives the load back early;
+    it is given back exactly once however the block ends.
+    """
+
+    __slots__ = ("_engine", "_tokens")
+
+    def __init__(self, engine: Engine, tokens: int = 0) -> None:
+        self._engine: Engine | None = engine
+        self._tokens = tokens
+
+    def __enter__(self) -> carrying:
+        engine = self._engine
+        assert engine is not None
+        self._count(engine)
+        return self
+
+    def _count(self, engine: Engine) -> None:
+        engine.in_flight += 1
+        engine.cells[engine.cell] = engine.in_flight
+        if self._tokens:
+            self._wait(engine, self._tokens)
+        engine.last_taken = next(_turns)
+
+    def computed(self) -> None:
+        """The prompt has been read; the request stays."""
+        if self._engine is not None and self._tokens:
+            self._wait(self._engine, -self._tokens)
+            self._tokens = 0
+
+    def move(self, engine: Engine) -> None:
+        """The same request at another engine."""
+        self.release()
+        self._engine = engine
+        self._count(engine)
+
+    def release(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.in_flight -= 1
+            engine.cells[engine.cell] = engine.in_flight
+            if self._tokens:
+                self._wait(engine, -self._tokens)
+            if engine.freed is not None:
+                engine.freed()
+
+    def _wait(self, engine: Engine, tokens: int) -> None:
+        engine.queued += tokens
+        engine.cells[engine.cell + 1] = engine.queued
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class Deployment:
+    """One deployment of the snapshot with its live engines by role."""
+
+    __slots__ = (
+        "aggregated",
+        "broken_pairs",
+        "decode",
+        "name",
+        "prefill",
+        "routing",
+        "served_name",
+        "status",
+        "tokenizer",
+        "tokenizer_key",
+        "wants_prefill",
+    )
+
+    def __init__(self, entry: SnapshotDeployment, engines: tuple[Engine, ...]) -> None:
+        self.name = entry.name
+        self.served_name = entry.served_name
+        self.routing: RoutingPolicy = entry.routing
+        self.status = entry.status
+        self.tokenizer = entry.tokenizer
+        self.tokenizer_key = entry.tokenizer_key
+        self.wants_prefill = entry.wants_prefill
+        self.broken_pairs = frozenset(entry.broken_pairs)
+        self.prefill = tuple(e for e in engines if e.spec.role is Role.PREFILL)
+        self.decode = tuple(e for e in engines if e.spec.role is Role.DECODE)
+        self.aggregated = tuple(e for e in engines if e.spec.role is Role.AGGREGATED)
+
+    @property
+    def answering(self) -> tuple[Engine, ...]:
+        """The engines that can answer a client alone."""
+        return self.decode or self.aggregated
+
+    @property
+    def ready(self) -> bool:
+        return any(engine.health is not Health.DOWN for engine in self.answering)
+
+    def settle(self, now: float) -> None:
+        """Once a second: what is known of an engine's rates ages, and is replaced by what its kind shows."""
+        engines = (*self.prefill, *self.decode, *self.aggregated)
+        reads = [engine.read for engine in engines]
+        steps = [engine.step for engine in engines]
+        for pool in (self.prefill, self.decode, self.aggregated):
+            settle([engine.read for engine in pool], reads, now)
+            settle([engine.step for engine in pool], steps, now)
+        settle([engine.pull for engine in self.decode], (), now)
+
+
+class Follower(Protocol):
+    """Who wants to know of each snapshot."""
+
+    def follow(self, view: View) -> None: ...
+
+
+class View:
+    """The newest snapshot, ready for look-ups. Swapped whole; engines that stay keep their load and health."""
+
+    def __init__(self, followers: Iterable[Follower] = ()) -> None:
+        self.followers = [*followers]
+        """Told after each snapshot, in this order."""
+        self.version = -1
+        self.made_at = 0.0
+        self.deployments: dict[str, Deployment] = {}
+        """By served name."""
+        self.keys: dict[str, SnapshotKey] = {}
+        """By digest."""
+        self._engines: dict[tuple[str, int, str], Engine] = {}
+
+    def take(self, snapshot: FleetSnapshot) -> list[Engine]:
+        """Swap in a snapshot. Returns the engines that left, so that their idle connections can be closed."""
+        before = self._engines
+        now: dict[tuple[str, int, str], Engine] = {}
+        deployments: dict[str, Deployment] = {}
+        for entry in snapshot.deployments:
+            members = []
+            for spec in entry.engines:
+                key = (spec.id, spec.attempt, spec.url)
+                engine = now.get(key) or before.get(key) or Engine(spec)
+                engine.spec = spec
+                now[key] = engine
+                members.append(engine)
+            deployments[entry.served_name] = Deployment(entry, tuple(members))
+        self._engines = now
+        self.deployments = deployments
+        self.settle(monotonic())  # a newcomer begins as one of its kind
+        self.keys = {key.digest: key for key in snapshot.keys}
+        self.version = snapshot.version
+        self.made_at = snapshot.made_at
+        for follower in self.followers:
+            follower.follow(self)
+        return [engine for key, engine in before.items() if key not in now]
+
+    def settle(self, now: float) -> None:
+        """Once a second. `now`: monotonic."""
+        for deployment in self.deployments.values():
+            deployment.settle(now)
+
+    def engines(self) -> Iterator[Engine]:
+        return iter(self._engines.values())
+
+    @property
+    def ready(self) -> bool:
+        return any(deployment.ready for deployment in self.deployments.values())
