@@ -59,6 +59,8 @@ ENDPOINTS = {
 
 
 _ABSENT = Raw(b"")
+UNREADABLE = (msgspec.MsgspecError, RecursionError)
+"""JSON that is none, is of another kind, or is nested too deep to be read."""
 
 
 class _Fields(Struct):
@@ -307,8 +309,12 @@ def read_params(reply: bytes) -> bytes | None:
     try:
         params = bytes(_prefill_reply.decode(reply).kv_transfer_params)
         return params if params[:1] == b"{" and _object.decode(params) else None
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return None
+
+
+_COUNTABLE = 1 << 40
+"""A larger count is nonsense, and sums of such would be more than counters hold."""
 
 
 class Usage:
@@ -339,7 +345,7 @@ class Usage:
 
 def _count(counts: dict[str, Any], name: str, other: str, before: int | None) -> int | None:
     value = counts.get(name, counts.get(other))
-    return value if type(value) is int else before
+    return value if type(value) is int and 0 <= value <= _COUNTABLE else before
 
 
 class _Reply(Struct):
@@ -356,7 +362,7 @@ def read_reply(body: bytes, usage: Usage) -> bytes:
     tells nothing: then not a byte is changed."""
     try:
         reply = _reply.decode(body)
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return body
     usage.add(reply.usage)
     if reply.kv_transfer_params is None and reply.ec_transfer_params is None:
@@ -439,7 +445,7 @@ def shaped_error(status: int, body: bytes, shape: Shape) -> bytes:
     """An engine's error reply, passed on untouched where it is shaped rightly, else put into the shape."""
     try:
         reply = _error_reply.decode(body)
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         reply = _ErrorReply()
     if isinstance(reply.error, dict) and "message" in reply.error:
         if shape is Shape.MESSAGES and not body.startswith(b'{"type":"error"'):
@@ -457,7 +463,7 @@ def event_error(events: bytes) -> tuple[int, bytes]:
             body = line[5:].strip()
             try:
                 error = _error_reply.decode(body).error
-            except msgspec.MsgspecError:
+            except UNREADABLE:
                 break
             code = error.get("code") if isinstance(error, dict) else None
             if type(code) is int and 400 <= code < 600:

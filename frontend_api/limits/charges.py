@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Raw, Struct
@@ -16,6 +16,8 @@ USUAL_OUTPUT = 256
 COMPLETION_OUTPUT = 16
 """The same for /v1/completions: the engine's own default there."""
 BYTES_PER_TOKEN = 4
+MOST = 1 << 40
+"""Tokens of one request, whatever it asks for: sums of them stay within what counters hold."""
 
 
 class Estimate(NamedTuple):
@@ -36,10 +38,10 @@ NOTHING = Estimate(0, 0, 0)
 
 
 class _Lengths(Struct):
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-    max_output_tokens: Any = None
-    n: Any = None
+    max_tokens: Raw = Raw(b"")
+    max_completion_tokens: Raw = Raw(b"")
+    max_output_tokens: Raw = Raw(b"")
+    n: Raw = Raw(b"")
     prompt: Raw = Raw(b"")
 
 
@@ -56,21 +58,30 @@ def estimate(endpoint: Endpoint, body: bytes, tokens: int | None, budget: int | 
         return Estimate(prompt, 0, 0)
     fields = _lengths.decode(body)  # `openai.read_request` took it before
     asked = _length(endpoint, fields)
-    sequences = fields.n if type(fields.n) is int and 1 < fields.n < 1000 else 1
+    sequences = _number(fields.n) or 1
     if endpoint.shape is Shape.TEXT:
         sequences *= _prompts(fields.prompt)
     usual = COMPLETION_OUTPUT if endpoint.shape is Shape.TEXT else USUAL_OUTPUT
     if asked is None and budget is not None:
         usual = max(1, min(usual, budget // 4))
-    return Estimate(prompt, (asked or usual) * sequences, (tokens or 0) + (asked or 0) * sequences)
+    output, sure = min((asked or usual) * sequences, MOST), min((asked or 0) * sequences, MOST)
+    return Estimate(prompt, output, (tokens or 0) + sure)
 
 
 def _length(endpoint: Endpoint, fields: _Lengths) -> int | None:
     if endpoint.shape is Shape.RESPONSES:
-        value = fields.max_output_tokens
-    else:
-        value = fields.max_completion_tokens if type(fields.max_completion_tokens) is int else fields.max_tokens
-    return value if type(value) is int and value > 0 else None
+        return _number(fields.max_output_tokens)
+    wins = _number(fields.max_completion_tokens) if endpoint.shape is Shape.CHAT else None
+    return wins or _number(fields.max_tokens)
+
+
+def _number(value: Raw) -> int | None:
+    """Engines take `"12"` and `12.0` as well."""
+    try:
+        number = float(bytes(value).strip(b'"'))
+    except ValueError:
+        return None
+    return int(min(number, MOST)) if number >= 1 else None
 
 
 def _prompts(prompt: Raw) -> int:

@@ -12,7 +12,7 @@ from frontend_api.formats.openai import ENDPOINTS, Shape
 from frontend_api.formats.sse import EventReader
 from frontend_api.limits import answers
 from frontend_api.limits.answers import Refusal, Standing, duration
-from frontend_api.limits.charges import COMPLETION_OUTPUT, USUAL_OUTPUT, Estimate, charge, estimate
+from frontend_api.limits.charges import COMPLETION_OUTPUT, MOST, USUAL_OUTPUT, Estimate, charge, estimate
 from frontend_api.limits.windows import Bound
 from frontend_api.observe.account import Account
 
@@ -32,7 +32,17 @@ CHAT, TEXT, RESPONSES, MESSAGES = (
         (CHAT, {"max_tokens": "many"}, USUAL_OUTPUT, 0),  # the engine will refuse it
         (CHAT, {"max_tokens": -1}, USUAL_OUTPUT, 0),
         (CHAT, {"max_tokens": True}, USUAL_OUTPUT, 0),
+        (CHAT, {"max_tokens": "30"}, 30, 30),  # engines take it
+        (CHAT, {"max_tokens": 30.0}, 30, 30),
+        (CHAT, {"max_tokens": 10**400}, MOST, MOST),
+        (CHAT, {"max_tokens": float("inf")}, MOST, MOST),
+        (CHAT, {"max_tokens": 1 << 39, "n": 999}, MOST, MOST),
+        (CHAT, {"max_tokens": 30, "n": 2000}, 60_000, 60_000),
+        (CHAT, {"max_tokens": 30, "n": "3"}, 90, 90),
+        (CHAT, {"max_tokens": 30, "n": 10**400}, MOST, MOST),
         (CHAT, {"n": 2}, 2 * USUAL_OUTPUT, 0),
+        (TEXT, {"prompt": "a", "max_completion_tokens": 1, "max_tokens": 30}, 30, 30),  # no field of that endpoint
+        (MESSAGES, {"max_completion_tokens": 1, "max_tokens": 30}, 30, 30),
         (TEXT, {"prompt": "a"}, COMPLETION_OUTPUT, 0),
         (TEXT, {"prompt": ["a", "b"], "max_tokens": 7}, 14, 14),
         (TEXT, {"prompt": [1, 2, 3], "max_tokens": 7}, 7, 7),
@@ -43,7 +53,7 @@ CHAT, TEXT, RESPONSES, MESSAGES = (
     ],
 )
 def test_an_estimate_holds_what_was_asked_for(endpoint: Any, body: dict[str, Any], output: int, sure: int) -> None:
-    data = json.dumps(body).encode()
+    data = json.dumps(body).encode().replace(b"Infinity", b"1e999")
     guessed = estimate(endpoint, data, None, None)
     assert guessed == Estimate(-(-len(data) // 4), output, sure)
     if endpoint.generates:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend_api.formats.openai import Shape, Usage, event_error, read_params, read_reply
+from frontend_api.formats.openai import Shape, Usage, event_error, read_params, read_reply, shaped_error
 from frontend_api.formats.sse import MAX_EVENT, EventReader, EventTooLong
 
 
@@ -155,6 +155,7 @@ USAGES = [
     ),
     (Shape.CHAT, {"usage": "odd"}, (None, None, None)),
     (Shape.CHAT, {"usage": {"prompt_tokens": "5", "completion_tokens": 2.5}}, (None, None, None)),
+    (Shape.CHAT, {"usage": {"prompt_tokens": -5, "completion_tokens": 10**30}}, (None, None, None)),
 ]
 
 
@@ -224,6 +225,7 @@ def test_an_endless_event_is_given_up() -> None:
         (b"{}", None),
         (b"[]", None),
         (b"nonsense", None),
+        (b'{"kv_transfer_params":{"a":%b}}' % (b"[" * 5_000 + b"]" * 5_000), None),
         (b"", None),
     ],
 )
@@ -232,11 +234,16 @@ def test_params_of_a_prefill_reply(reply: bytes, params: bytes | None) -> None:
 
 
 def test_replies_that_cannot_be_read_are_passed_on() -> None:
-    for body in (b"", b"nonsense", b"[1,2]", b'{"usage":7}'):
+    deep = b'{"usage":%b}' % (b"[" * 5_000 + b"]" * 5_000)
+    for body in (b"", b"nonsense", b"[1,2]", b'{"usage":7}', deep):
         assert read_reply(body, Usage()) == body
 
 
 def test_error_of_a_first_event() -> None:
     assert event_error(data({"error": {"message": "x", "code": 429}})) == (429, b'{"error":{"message":"x","code":429}}')
     assert event_error(data({"error": {"message": "x", "code": "odd"}}))[0] == 500
+    deep = b'{"error":%b}' % (b"[" * 5_000 + b"]" * 5_000)
+    assert event_error(b"data: %b\n\n" % deep) == (500, deep)
+    assert EventReader(Shape.CHAT, Usage()).feed(b"data: %b\n\n" % deep) == b"data: %b\n\n" % deep
+    assert b"engine_error" in shaped_error(500, deep, Shape.CHAT)
     assert event_error(b'event: error\ndata: {"error"\n\n') == (500, b'{"error"')
