@@ -15,7 +15,6 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Iterator
 
-import msgspec
 from xxhash import xxh3_128_digest
 
 from frontend_api.kv import wire
@@ -338,8 +337,8 @@ class Rank:
         self._trouble.pop(Trouble.NOT_OBSERVED, None)
         try:
             batch = wire.batch(payload)
-        except msgspec.MsgspecError:
-            self.index.left_out("unreadable")
+        except wire.UNREADABLE:
+            self._unread()
             return
         if batch.data_parallel_rank is not None:
             if self._source is None:
@@ -349,10 +348,15 @@ class Rank:
         for data in batch.events:
             try:
                 event = wire.event(data)
-            except msgspec.MsgspecError:
-                self.index.left_out("unreadable")
+            except wire.UNREADABLE:
+                self._unread()
                 continue
             self._event(event, now)
+
+    def _unread(self) -> None:
+        """Whatever it told, the index does not have it."""
+        self.index.left_out("unreadable")
+        self._in_part()
 
     def _event(self, event: Event, now: float) -> None:
         if isinstance(event, Stored | StoredRow):

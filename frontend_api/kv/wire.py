@@ -77,16 +77,19 @@ _map = msgspec.msgpack.Decoder(Stored | Removed | Cleared)
 _row = msgspec.msgpack.Decoder(StoredRow | RemovedRow | ClearedRow)
 
 
+UNREADABLE = (msgspec.MsgspecError, RecursionError)
+"""What the functions here raise for bytes that are nothing of the kind, or are nested too deep."""
+
 Event = Stored | Removed | Cleared | StoredRow | RemovedRow | ClearedRow
 
 
 def batch(payload: bytes) -> Batch:
-    """Raises `msgspec.MsgspecError` for what is none."""
+    """Raises `UNREADABLE` for what is none."""
     return _batch.decode(payload)
 
 
 def event(data: Raw) -> Event:
-    """One event of a batch. Raises `msgspec.MsgspecError` for one that is not understood."""
+    """One event of a batch. Raises `UNREADABLE` for one that is not understood."""
     first = memoryview(data)[0]
     is_map = first & 0xF0 == 0x80 or first in (0xDE, 0xDF)
     return _map.decode(data) if is_map else _row.decode(data)
