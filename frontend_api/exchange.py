@@ -302,10 +302,9 @@ class Exchange:
         account, mode = self.account, self._deployment.routing.mode
         return explain.headers(self._trace, mode, self._cache, self._prompt, account.overhead_us, account.stages())
 
-    def relay(self, data: bytes, last: bool) -> None:
-        """Whole events for the client, timed. `last`: the answer ends with them."""
-        self.account.relaying()
-        self.connection.send(data, last=last)
+    def relay(self, data: bytes, last: bool, framed: bytes) -> None:
+        """Whole events for the client. `last`: the answer ends with them. `framed`: the same as one chunk, or empty."""
+        self.connection.send(data, last=last, framed=framed)
         if self._slow and self.leg is not None:
             self.leg.pause()
 

@@ -43,7 +43,7 @@ class PrefillLeg:
         self._status = status
         self._headers = headers
 
-    def body(self, data: bytes, last: bool) -> None:
+    def body(self, data: bytes, last: bool, framed: bytes = b"") -> None:
         self._parts.append(data)
         self._size += len(data)
         if self._size > MAX_REPLY:
@@ -91,7 +91,7 @@ class AnswerLeg:
                     account = exchange.account
                     account.reader = EventReader(exchange.endpoint.shape, account.usage, unasked=exchange.metered)
 
-    def body(self, data: bytes, last: bool) -> None:
+    def body(self, data: bytes, last: bool, framed: bytes = b"") -> None:
         exchange = self._exchange
         reader = exchange.account.reader
         if reader is None:
@@ -129,7 +129,9 @@ class AnswerLeg:
             early = exchange.endpoint.shape is Shape.RESPONSES and not reader.texts
             exchange.advance(flow.Began(token=not early))
         self._whole = last
-        exchange.relay(events, last)
+        if reader.texts:
+            exchange.account.relaying()
+        exchange.relay(events, last, framed if events is data else b"")
 
     def ended(self) -> None:
         exchange = self._exchange

@@ -52,6 +52,7 @@ class ClientConnection(asyncio.Protocol):
 
     def __init__(self, server: Server) -> None:
         self._server = server
+        self._outbox = server.outbox
         self._transport: asyncio.Transport | None = None
         self._reader = RequestReader(server.limits, self._judge)
         self._busy = False
@@ -90,18 +91,18 @@ class ClientConnection(asyncio.Protocol):
         reason = _REASONS.get(status, b"Unknown")
         self._head = b"HTTP/1.1 %d %b\r\n%b%b%b\r\n" % (status, reason, headers, framing, close)
 
-    def send(self, data: bytes, *, last: bool = False) -> None:
-        """More of a begun reply; `last`: it is whole now."""
+    def send(self, data: bytes, *, last: bool = False, framed: bytes = b"") -> None:
+        """More of a begun reply; `last`: it is whole now. `framed`: the data as one chunk, where that is at hand."""
         if not self.current.http10:
             if data:
-                data = b"%x\r\n%b\r\n" % (len(data), data)
+                data = framed or b"%x\r\n%b\r\n" % (len(data), data)
             if last:
                 data += b"0\r\n\r\n"
         if self._head:
             data = self._head + data
             self._head = b""
-        if data:
-            self._write(data)
+        if data and self._transport is not None:
+            self._outbox.write(self._transport, data)
         if last:
             self._done(self._must_close())
 
@@ -119,12 +120,12 @@ class ClientConnection(asyncio.Protocol):
 
     def _write(self, data: bytes) -> None:
         if self._transport is not None:
-            self._server.outbox.write(self._transport, data)
+            self._outbox.write(self._transport, data)
 
     def _close(self) -> None:
         self._closing = True
         if self._transport is not None:
-            self._server.outbox.flush()
+            self._outbox.flush()
             self._transport.close()
 
     def _must_close(self) -> bool:
@@ -178,7 +179,7 @@ class ClientConnection(asyncio.Protocol):
             % (problem.status, _REASONS[problem.status], len(body), body)
         )
         if self._transport is not None and not self._transport.is_closing():
-            self._server.outbox.flush()
+            self._outbox.flush()
             self._transport.write_eof()
             self._resume_reading()
             self._lingering = monotonic() + self._server.limits.linger_seconds

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from enum import Enum
+from functools import lru_cache
 from time import monotonic
 from typing import NamedTuple, Protocol, cast
 from urllib.parse import urlsplit
@@ -54,7 +55,9 @@ class Receiver(Protocol):
 
     def sending(self) -> None: ...
     def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None: ...
-    def body(self, data: bytes, last: bool) -> None: ...
+    def body(self, data: bytes, last: bool, framed: bytes = b"") -> None:
+        """`framed`: the very bytes that were received, where they are just this as one chunk."""
+
     def ended(self) -> None: ...
     def failed(self, failure: Failure) -> None: ...
     def crashed(self) -> None:
@@ -112,6 +115,8 @@ class Connection(asyncio.Protocol):
         self._began = False
         self._head_done = False
         self._complete = False
+        self._between = False
+        """Nothing of a next chunk has come yet."""
         self._violated = False
         self._keep_alive = False
         self._head_bytes = 0
@@ -162,6 +167,12 @@ class Connection(asyncio.Protocol):
             self.abort()
             return
         leg.last_byte_at = monotonic()
+        if self._between:
+            size = len(data)
+            head = _head_of_chunk(size)
+            if head and data.startswith(head) and data.endswith(b"\r\n"):
+                self._relay(leg, data[len(head) : size - 2], data)
+                return
         self._began = True
         headed = self._head_done
         try:
@@ -174,6 +185,8 @@ class Connection(asyncio.Protocol):
         if self._violated:
             self._fail(Broken.PROTOCOL)
             return
+        if self._between and not data.endswith(b"\r\n"):  # some of a chunk's size
+            self._between = False
         receiver = leg.receiver
         try:
             if self._head_done and not headed and receiver is not None:
@@ -190,6 +203,18 @@ class Connection(asyncio.Protocol):
             self.abort()
             if receiver is not None:
                 receiver.crashed()
+
+    def _relay(self, leg: Leg, data: bytes, framed: bytes) -> None:
+        """One whole chunk: the parser, which stands between two of them, need not see it."""
+        receiver = leg.receiver
+        if receiver is None:
+            return
+        try:
+            receiver.body(data, False, framed)
+        except Exception:
+            log.exception("defect in the router")
+            self.abort()
+            receiver.crashed()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._pool.lost(self)
@@ -253,13 +278,32 @@ class Connection(asyncio.Protocol):
             self._keep_alive = self._parser.should_keep_alive()
             if status in (204, 304):
                 self._length = True
+            self._between = self._chunked
+
+    def on_chunk_header(self) -> None:
+        self._between = False
+
+    def on_chunk_complete(self) -> None:
+        self._between = True
 
     def on_body(self, data: bytes) -> None:
         self._parts.append(data)
 
     def on_message_complete(self) -> None:
+        self._between = False
         if self._head_done:
             self._complete = True
+
+
+@lru_cache(8192)
+def _head_of_chunk(size: int) -> bytes:
+    """What `size` bytes begin with that are one whole chunk in the usual form; empty: they cannot be."""
+    digits = len(b"%x" % max(size - 5, 0))
+    for length in (size - digits - 4, size - digits - 3):
+        head = b"%x\r\n" % max(length, 0)
+        if length > 0 and len(head) + length + 2 == size:
+            return head
+    return b""
 
 
 class Pool:

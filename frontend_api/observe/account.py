@@ -84,15 +84,13 @@ class Account:
             self.sent_at = perf_counter()
 
     def relaying(self) -> None:
-        """Events are on their way to the client."""
-        assert self.reader is not None
-        if self.reader.texts:
-            now = perf_counter()
-            if not self.first_text_at:
-                self.first_text_at = now
-            elif now - self.last_text_at > self.longest_gap:
-                self.longest_gap = now - self.last_text_at
-            self.last_text_at = now
+        """Events with text, or after it, are on their way to the client."""
+        now = perf_counter()
+        if not self.first_text_at:
+            self.first_text_at = now
+        elif now - self.last_text_at > self.longest_gap:
+            self.longest_gap = now - self.last_text_at
+        self.last_text_at = now
 
     @property
     def overhead_us(self) -> float:

@@ -143,7 +143,7 @@ class Answer:
     def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._status = status
 
-    def body(self, data: bytes, last: bool) -> None:
+    def body(self, data: bytes, last: bool, framed: bytes = b"") -> None:
         self._body += data
         if len(self._body) > ANSWER_BYTES:
             self._settle(None)

@@ -44,6 +44,27 @@ def test_any_cut_gives_the_same_bytes_and_no_false_marks(events: list[bytes], cu
     assert reader.done
 
 
+SAID = st.sampled_from(
+    ["", "word", "usage", "[DONE]", "_transfer_params", '"usage"', '"error"', "\\", "a\nb", "\n\n", '"delta"']
+)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["content", "text"]), SAID, st.booleans()), max_size=12), st.sampled_from(Shape)
+)
+def test_what_is_seen_by_comparing_is_what_looking_sees(said: list[tuple[str, str, bool]], shape: Shape) -> None:
+    events = [data({"choices": [{"delta": {name: text}, "finish_reason": None}]}) for name, text, _ in said]
+    events = [
+        event.replace(b"null", b'"stop"') if ends else event for event, (_, _, ends) in zip(events, said, strict=True)
+    ]
+    compares, looks = EventReader(shape, Usage(), unasked=True), EventReader(shape, Usage(), unasked=True)
+    for event in [*events, data({"usage": {"completion_tokens": 3}}), data({"error": {}}), b"data: [DONE]\n\n"]:
+        looks._tries = 0
+        assert compares.feed(event) == looks.feed(event)
+        assert (compares.done, compares.failed, compares.usage.output) == (looks.done, looks.failed, looks.usage.output)
+        assert bool(compares.texts) == bool(looks.texts)
+
+
 def test_half_a_blank_line_too_many_is_not_lost() -> None:
     text = data({"choices": [{"delta": {"content": '"usage"'}}]}) + b"\n"
     assert feed(EventReader(Shape.CHAT, Usage()), text + b"\n", [len(text)]) == text + b"\n"
