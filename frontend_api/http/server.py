@@ -300,6 +300,8 @@ class Server:
             task = loop.create_task(self._take(entrance, sock))
             self.arriving.add(task)
             task.add_done_callback(self.arriving.discard)
+        if entrance.over:
+            loop.remove_reader(entrance.sock)
 
     async def _take(self, entrance: Entrance, sock: socket.socket) -> None:
         try:
@@ -317,6 +319,8 @@ class Server:
 
     def sweep(self, now: float) -> None:
         """Once a second: enforce the time limits."""
+        if self._entrance is not None:
+            self._entrance.beat(now)
         for connection in list(self.connections):
             connection.check(now)
 

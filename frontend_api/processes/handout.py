@@ -16,13 +16,18 @@ import socket
 from collections import deque
 from collections.abc import Iterator
 from itertools import count
+from time import monotonic
 
 log = logging.getLogger(__name__)
 
 AT_ONCE = 64
 """Connections between two looks at anything else."""
-_CELLS = 2
-_ENDED, _LEAVING = 0, 1
+START_SECONDS = 10.0
+"""For which a new process need not show itself."""
+STILL_SECONDS = 3.0
+"""A process that has not shown itself for so long gets no connection while another has: it hangs or is stopped."""
+_CELLS = 3
+_ENDED, _LEAVING, _SEEN = 0, 1, 2
 
 
 class Entrance:
@@ -32,14 +37,22 @@ class Entrance:
         self.sock = sock
         """Readable when connections wait."""
         self._cells = cells
+        self.over = False
+        """The parent is gone: nobody comes any more."""
 
     def arrivals(self) -> Iterator[socket.socket]:
         """The connections that wait, a limited number at once."""
         for _ in range(AT_ONCE):
             try:
-                _, descriptors, _, _ = socket.recv_fds(self.sock, 1, 1)
+                mark, descriptors, _, _ = socket.recv_fds(self.sock, 1, 1)
             except (BlockingIOError, InterruptedError):
                 return
+            if not mark:
+                self.over = True
+                return
+            if not descriptors:
+                log.warning("A connection is lost: this process may open no more files.")
+                self.ended()
             for descriptor in descriptors:
                 connection = socket.socket(fileno=descriptor)
                 connection.setblocking(False)
@@ -48,6 +61,10 @@ class Entrance:
     def ended(self) -> None:
         """One of its connections is over."""
         self._cells[_ENDED] += 1
+
+    def beat(self, now: float) -> None:
+        """It lives. `now`: monotonic, here and below, which all processes of a host have in common."""
+        self._cells[_SEEN] = int(now * 1000)
 
     def leave(self) -> None:
         """No more, please."""
@@ -83,6 +100,7 @@ class Handout:
         self._given[index] = 0
         row = self._row(index)
         row[_ENDED] = row[_LEAVING] = 0
+        row[_SEEN] = int((monotonic() + START_SECONDS) * 1000)
 
     def entrance(self, index: int) -> Entrance:
         """In the process itself: what it needs, with everything else closed."""
@@ -97,11 +115,14 @@ class Handout:
 
     def recover(self, index: int) -> None:
         """A process is dead: connections that it had not taken yet go to others."""
-        row = self._row(index)
-        row[_LEAVING] = 1
-        entrance = Entrance(self._pairs[index][1], row)
+        self._row(index)[_LEAVING] = 1
+        self._take_back(index)
+
+    def _take_back(self, index: int) -> None:
+        entrance = Entrance(self._pairs[index][1], self._row(index))
         while waiting := [*entrance.arrivals()]:
             self._held.extend(waiting)
+            self._given[index] -= len(waiting)
 
     def hand_out(self) -> bool:
         """Accept who has come, and hand them out. False: no process can take any more now."""
@@ -122,8 +143,7 @@ class Handout:
 
     def _give(self, connection: socket.socket) -> bool:
         cells, given, last = self._cells, self._given, self._last
-        there = [i for i in range(len(given)) if not cells[i * _CELLS + _LEAVING]]
-        for index in sorted(there, key=lambda i: (given[i] - cells[i * _CELLS + _ENDED], last[i])):
+        for index in sorted(self.awake(), key=lambda i: (given[i] - cells[i * _CELLS + _ENDED], last[i])):
             try:
                 socket.send_fds(self._pairs[index][0], [b"c"], [connection.fileno()])
             except OSError:  # it has many to take yet
@@ -132,6 +152,24 @@ class Handout:
             last[index] = next(self._turns)
             return True
         return False
+
+    @property
+    def waiting(self) -> bool:
+        """There are connections that no process has."""
+        return bool(self._held)
+
+    def awake(self) -> list[int]:
+        """The processes that want connections and have shown themselves lately, or all if none has. What those that stand still
+        have not taken yet is taken back from them."""
+        cells = self._cells
+        since = int((monotonic() - STILL_SECONDS) * 1000)
+        there = [index for index in range(len(self._given)) if not cells[index * _CELLS + _LEAVING]]
+        still = [index for index in there if cells[index * _CELLS + _SEEN] < since]
+        if not still or len(still) == len(there):
+            return there
+        for index in still:
+            self._take_back(index)
+        return [index for index in there if index not in still]
 
     def close(self) -> None:
         """Nobody may connect any more. Who has come until now is handed out."""

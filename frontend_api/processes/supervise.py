@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 RESTART_PAUSE = 1.0
 """Seconds that a child must have lived to be restarted at once."""
+LOOK_PAUSE = 1.0
+"""Seconds between two looks for processes that stand still."""
 FULL_PAUSE = 0.01
 """Seconds until the next try when no process can take a connection."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
@@ -82,9 +84,10 @@ class Supervisor:
         handout = self._handout
         if handout is None:
             self._signals.wait(pause)
-        elif not self._signals.wait(pause, handout.sock):
             return
-        elif not handout.hand_out():
+        came = self._signals.wait(min(pause, LOOK_PAUSE), handout.sock)
+        handout.awake()
+        if (came or handout.waiting) and not handout.hand_out():
             self._signals.wait(FULL_PAUSE)
 
     def _start_due(self) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
+from time import monotonic
 
 import pytest
 
 from frontend_api.__main__ import bind
+from frontend_api.processes import handout
 from frontend_api.processes.handout import AT_ONCE, Entrance, Handout
 
 
@@ -125,6 +128,57 @@ def test_a_process_that_takes_nothing_holds_nobody_up(house: House) -> None:
     house.connect(10)
     house.handout.hand_out()
     assert house.take(1) + house.take(2) == 10
+
+
+def test_a_process_that_stands_still_gets_no_more_and_gives_back_what_it_had_not_taken(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house.connect(9)
+    house.handout.hand_out()
+    assert house.take(1) + house.take(2) == 6
+    later = monotonic() + 60
+    monkeypatch.setattr(handout, "monotonic", lambda: later)
+    for index in (1, 2):
+        house.entrances[index].beat(later)
+    house.handout.awake()
+    assert house.handout.waiting
+    house.connect(21)
+    house.handout.hand_out()
+    assert [house.take(index) for index in range(3)] == [0, 12, 12]
+    house.entrances[0].beat(later)
+    house.connect(15)
+    house.handout.hand_out()
+    assert [house.take(index) for index in range(3)] == [15, 0, 0]
+
+
+def test_where_all_stand_still_all_are_taken_for_alive(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    later = monotonic() + 60
+    monkeypatch.setattr(handout, "monotonic", lambda: later)
+    house.connect(6)
+    house.handout.hand_out()
+    assert [house.take(index) for index in range(3)] == [2, 2, 2]
+
+
+def test_a_process_sees_that_its_parent_is_gone(house: House) -> None:
+    house.handout._pairs[0][0].close()
+    assert not house.take(0)
+    assert house.entrances[0].over
+    assert not house.take(1)
+    assert not house.entrances[1].over
+
+
+def test_a_connection_for_which_there_is_no_descriptor_counts_as_ended(house: House) -> None:
+    house.connect(6)
+    house.handout.hand_out()
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # all that may be opened are
+    try:
+        assert not house.take(0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    house.connect(2)
+    house.handout.hand_out()
+    assert house.take(0) == 2
 
 
 def test_whoever_connected_before_the_end_is_served(house: House) -> None:
