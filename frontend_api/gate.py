@@ -1,7 +1,7 @@
 """The door: paths, keys, models, and the answers that need no engine.
 
-A request that passes becomes an `Exchange`. Keys are looked up by digest; the text of a key is kept nowhere and goes to no
-engine. Unknown models and models that the key may not use answer alike.
+A request that passes becomes an `Exchange`. Keys are looked up by digest; the text of a key is kept no longer than
+its connection and goes to no engine. Unknown models and models that the key may not use answer alike.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ class Router:
     # ---- Application
 
     def judge(self, request: Request, peer: str) -> Problem | None:
+        if request.digest:  # one with this very head was let in before
+            return self._check_key(request)
         path = request.path
         if path in _ENDPOINTS:
             if request.method != b"POST":
@@ -169,6 +171,8 @@ class Router:
         return None
 
     def _key(self, request: Request) -> SnapshotKey | None:
+        if request.digest:
+            return self.view.keys.get(request.digest)
         given = request.headers.get(b"authorization")
         if given is not None:
             scheme, _, text = given.partition(b" ")
@@ -177,7 +181,10 @@ class Router:
             text = text.strip()
         else:
             text = request.headers.get(b"x-api-key", b"")
-        return self.view.keys.get(sha256(text).hexdigest()) if text else None
+        if not text:
+            return None
+        request.digest = sha256(text).hexdigest()
+        return self.view.keys.get(request.digest)
 
     def _check_insight(self, request: Request, peer: str) -> Problem | None:
         """Figures and decisions are for this machine alone, or for a key with the scope manage. A proxy's clients are not this

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from controlplane.fleet.wire import SnapshotKey
 from frontend_api.formats.openai import Problem
+from frontend_api.http.heads import Head, head_of
 
 
 class Limits(Struct, frozen=True):
@@ -40,7 +41,9 @@ class Limits(Struct, frozen=True):
 class Request:
     """One request. Header names are lower case; of a repeated name the last value counts."""
 
-    __slots__ = ("body", "headers", "http10", "keep_alive", "key", "method", "path", "query", "received_at", "refusal")
+    __slots__ = (
+        "body", "digest", "headers", "http10", "keep_alive", "key", "method", "path", "query", "received_at", "refusal",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.method = b""
@@ -55,6 +58,15 @@ class Request:
         self.refusal: Problem | None = None
         self.key: SnapshotKey | None = None
         """The API key it came with."""
+        self.digest = ""
+        """Of that key's text, once somebody has looked; one with the same head as another before brings it along."""
+
+    def again(self) -> Request:
+        """Another one with the same head. (Its body's length is in none of the headers that anybody asks for.)"""
+        other = Request()
+        other.method, other.path, other.query, other.headers = self.method, self.path, self.query, self.headers
+        other.digest = self.digest
+        return other
 
 
 _ONCE = frozenset((b"authorization", b"x-api-key", b"host", b"expect"))
@@ -91,9 +103,27 @@ class RequestReader:
         self._chunked = False
         self._upgrading = False
         self._replaying = False
+        self._known: Head | None = None
+        """Of the last whole request, if it may come again."""
 
     def feed(self, data: bytes) -> None:
         """Read on. Whole requests are in `requests` afterwards; the next cannot be read once `broken` is set."""
+        begins = not self.in_message
+        if begins and self._known is not None:
+            body = self._known.body_in(data)
+            if body is not None and len(body) <= self._limits.body_bytes:
+                self._request = request = self._request.again()
+                request.refusal = self._judge(request)
+                if request.refusal is None:
+                    request.body = body
+                request.received_at = perf_counter()
+                self.requests.append(request)
+                return
+        self._parse(data)
+        if begins and self._messages == 1 and not self.in_message and self.broken is None:
+            self._known = head_of(data, self._length) if _is_usual(self._request) else None
+
+    def _parse(self, data: bytes) -> None:
         self._piece = len(data)
         self._messages = int(self.in_message)
         while data:
@@ -141,6 +171,7 @@ class RequestReader:
         self.requests.clear()
         self._body = []
         self._request = Request()
+        self._known = None
 
     def _ignore_upgrade(self) -> None:
         """Offers of another protocol (h2c, by some clients with every first request) may be ignored: read on as HTTP/1.1."""
@@ -178,6 +209,7 @@ class RequestReader:
         self._headers = request.headers
         self.in_message = self.in_head = True
         self._messages += 1
+        self._known = None
         self.began = monotonic()
         self._target = b""
         self._fed = self._body_bytes = self._length = 0
@@ -269,6 +301,12 @@ class RequestReader:
             request.body = body[0] if len(body) == 1 else b"".join(body)
         request.received_at = perf_counter()
         self.requests.append(request)
+
+
+def _is_usual(request: Request) -> bool:
+    """Nothing in its head asks for more than an answer."""
+    headers = request.headers
+    return request.keep_alive and request.refusal is None and b"expect" not in headers and b"upgrade" not in headers
 
 
 def _origin_form(target: bytes) -> bytes:
