@@ -84,6 +84,11 @@ class EngineList(serializers.Serializer[Any]):
     items = EngineResource(many=True)
 
 
+class CacheResource(serializers.Serializer[Any]):
+    state = serializers.CharField(help_text="exact, approximate, degraded or blind, by the router that knows least.")
+    reasons = serializers.DictField(child=serializers.CharField(), help_text="By engine; `*`: all.")
+
+
 class DeploymentResource(serializers.Serializer[Any]):
     name = serializers.CharField(source="deployment.name")
     served_name = serializers.CharField(source="deployment.served_name")
@@ -92,6 +97,7 @@ class DeploymentResource(serializers.Serializer[Any]):
     updated_at = serializers.DateTimeField(source="deployment.updated_at")
     document = DocumentField(source="spec", help_text="The intent: what PUT takes.")
     condition = ConditionResource()
+    cache = CacheResource(allow_null=True, help_text="How exact cache-aware routing is; null: none asked for.")
     notices = serializers.ListField(child=serializers.CharField())
     engines = EngineResource(many=True)
 

@@ -79,7 +79,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("NAME", lambda r: r["name"]),
         Column("MODEL", lambda r: r["document"]["model"]),
         Column("POOLS", _pools),
-        Column("STATUS", lambda r: r["condition"]["status"]),
+        Column("STATUS", lambda r: r["condition"]["status"] + (f", cache {r['cache']['state']}" if r["cache"] else "")),
         Column("AGE", lambda r: _age(r["created_at"])),
         Column("", lambda r: r["condition"]["sentence"], fold=True),
     ),

@@ -91,6 +91,9 @@ _SAID = (
 """What is said of one and of several deployments, worst first. Those that are well are only counted."""
 
 
+_MISLED = ("routes without knowing well where its KV lies.", "route without knowing well where their KV lies.")
+
+
 class Clause(NamedTuple):
     """A part of the fleet's sentence: names with links, and what is said of them."""
 
@@ -111,11 +114,14 @@ def summary(rows: Sequence[DeploymentRow], node_rows: Sequence[NodeRow]) -> tupl
             Clause("", (), 0, "No node has joined yet, so nothing can be deployed."),
         )
     counts = Counter(row.condition.status for row in rows)
+    misled = [row.deployment.name for row in rows if row.cache_fails]
     clauses = []
     for status, one, several in _SAID:
         names = [row.deployment.name for row in rows if row.condition.status is status]
         if names:
             clauses.append(_clause("deployment", names, one, several))
+        if status is Status.DEGRADED and misled:
+            clauses.append(_clause("deployment", misled, *_MISLED))
     gone = [n.node.name for n in node_rows if n.status in (Presence.SILENT, Presence.LOST)]
     if gone:
         clauses.append(_clause("node", gone, "has stopped reporting.", "have stopped reporting."))
@@ -127,14 +133,14 @@ def summary(rows: Sequence[DeploymentRow], node_rows: Sequence[NodeRow]) -> tupl
         clauses.append(Clause("", (), 0, f"{who} {'serves' if well == 1 else 'serve'} with all engines wanted."))
     if not rows:
         clauses.append(Clause("", (), 0, "Nothing is deployed."))
-    return _worst(counts, bool(gone)), tuple(clauses)
+    return _worst(counts, bool(gone or misled)), tuple(clauses)
 
 
-def _worst(counts: Counter[Status], gone: bool) -> Look:
+def _worst(counts: Counter[Status], troubled: bool) -> Look:
     worst = next((status for status in looks.SEVERITY if counts[status]), None)
     if worst is Status.FAILED:
         return Look("Failing", "cross", "bad")
-    if worst is Status.DEGRADED or gone:
+    if worst is Status.DEGRADED or troubled:
         return Look("Degraded", "half", "warn")
     if worst in (Status.WAITING, Status.STARTING):
         return looks.DEPLOYMENT[worst]
@@ -174,7 +180,7 @@ def fleet(request: HttpRequest) -> HttpResponse:
     node_rows = nodes.node_rows()
     look, clauses = summary(rows, node_rows)
     order = {status: i for i, status in enumerate(looks.SEVERITY)}
-    rows = sorted(rows, key=lambda row: (order[row.condition.status], row.deployment.name))
+    rows = sorted(rows, key=lambda row: (order[row.condition.status], not row.cache_fails, row.deployment.name))
     context = {
         "title": "Fleet",
         "look": look,

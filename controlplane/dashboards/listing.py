@@ -89,4 +89,12 @@ def deployments(request: HttpRequest) -> HttpResponse:
 
 def _haystack(line: Line) -> str:
     d = line.row.deployment
-    return f"{d.name} {d.served_name} {line.row.spec.model} {line.look.word} {line.row.condition.sentence}".lower()
+    words = (
+        d.name,
+        d.served_name,
+        line.row.spec.model,
+        line.look.word,
+        line.row.condition.sentence,
+        line.row.cache_sentence,
+    )
+    return " ".join(words).lower()

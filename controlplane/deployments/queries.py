@@ -18,8 +18,8 @@ from controlplane.fleet.errors import NotFound, Unavailable
 from controlplane.fleet.lifecycle import HOLDS_NODE, State
 from controlplane.fleet.model import Observation, Role
 from controlplane.fleet.spec import DeploymentSpec
-from controlplane.fleet.status import Condition
-from controlplane.fleet.wire import RouterStatus
+from controlplane.fleet.status import Condition, Status
+from controlplane.fleet.wire import CacheState, RouterStatus
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,28 @@ class DeploymentRow:
     condition: Condition
     engines: list[EngineRow]
     """Those that have not stopped; by role, then index."""
-    notices: list[str]
-    """What its owner should know though nothing has failed."""
+    cache: CacheState | None
+    """How exact cache-aware routing is, by the router that knows least and engines' short names; None: none asked for."""
+    advice: list[str]
+    """What else its owner should know though nothing has failed."""
+
+    @property
+    def cache_sentence(self) -> str:
+        """Empty: no cache-aware routing."""
+        if self.cache is None:
+            return ""
+        why = "; ".join(r if who == "*" else f"{who}: {r}" for who, r in self.cache.reasons.items())
+        return f"Cache-aware routing is {self.cache.state}{f' ({why})' if why else ''}."
+
+    @property
+    def cache_fails(self) -> bool:
+        """It serves, but routes without the evidence that it was asked to route by."""
+        serves = self.condition.status in (Status.READY, Status.DEGRADED)
+        return serves and self.cache is not None and self.cache.state in ("blind", "degraded")
+
+    @property
+    def notices(self) -> list[str]:
+        return [*([self.cache_sentence] if self.cache else []), *self.advice]
 
 
 def deployment_rows() -> list[DeploymentRow]:
@@ -99,8 +119,8 @@ def _deployment_row(deployment: Deployment, engines: list[Engine], routers: list
     rows = [_engine_row(engine, record, routers) for engine, record in zip(engines, records, strict=True)]
     order = list(Role)
     rows.sort(key=lambda row: order.index(Role(row.engine.role)))
-    notices = [*_cache_notices(deployment.name, records, routers), *_notices(records)]
-    return DeploymentRow(deployment, wanted.spec, condition_of(wanted, records), rows, notices)
+    cache = _cache(deployment.name, records, routers)
+    return DeploymentRow(deployment, wanted.spec, condition_of(wanted, records), rows, cache, _advice(records))
 
 
 def _engine_row(engine: Engine, record: EngineRecord, routers: list[RouterStatus]) -> EngineRow:
@@ -127,20 +147,16 @@ _CACHE_STATES = ("blind", "degraded", "approximate", "exact")
 """Worst first."""
 
 
-def _cache_notices(name: str, engines: list[EngineRecord], routers: list[RouterStatus]) -> list[str]:
-    """How exact cache-aware routing is now, by the router that knows least."""
+def _cache(name: str, engines: list[EngineRecord], routers: list[RouterStatus]) -> CacheState | None:
     told = [router.caches[name] for router in routers if name in router.caches]
     if not told:
-        return []
+        return None
     worst = min(told, key=lambda cache: _CACHE_STATES.index(cache.state) if cache.state in _CACHE_STATES else -1)
     names = {engine.id: engine.name for engine in engines}
-    why = "; ".join(
-        reason if who == "*" else f"{names.get(who, who)}: {reason}" for who, reason in worst.reasons.items()
-    )
-    return [f"Cache-aware routing is {worst.state}{f' ({why})' if why else ''}."]
+    return CacheState(worst.state, {names.get(who, who): reason for who, reason in worst.reasons.items()})
 
 
-def _notices(engines: list[EngineRecord]) -> list[str]:
+def _advice(engines: list[EngineRecord]) -> list[str]:
     notices = []
     holding = [e for e in engines if e.state in HOLDS_NODE]
     cards: dict[tuple[str | None, int], set[Role]] = {}

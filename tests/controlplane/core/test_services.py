@@ -10,12 +10,14 @@ from controlplane import publish
 from controlplane.access.models import AuditEntry
 from controlplane.access.roles import Actor
 from controlplane.access.roles import Role as Access
+from controlplane.dashboards import fleet as fleet_page
 from controlplane.deployments import queries, services, tasks
 from controlplane.deployments.models import Deployment, Engine, Event, Revision
 from controlplane.deployments.services import Change
 from controlplane.fleet.errors import Conflict, Forbidden, InvalidInput, NotFound
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import CacheState, RouterStatus
+from controlplane.nodes.queries import node_rows
 from tests.controlplane.core.scripted import OPERATOR, Fleet, document
 
 pytestmark = pytest.mark.django_db
@@ -293,10 +295,16 @@ def test_how_exact_cache_aware_routing_is_comes_from_the_router_that_knows_least
     exact = CacheState("exact")
     blind = CacheState("blind", {"*": "no tokenizer", fleet.engine("prefill-0").id: "kv_events_disabled"})
     fleet.publisher.routers = [RouterStatus("r1", 1, caches={"demo": exact})]
-    assert queries.deployment_row("demo").notices == ["Cache-aware routing is exact."]
+    row = queries.deployment_row("demo")
+    assert (row.notices, row.cache_fails) == (["Cache-aware routing is exact."], False)
     fleet.publisher.routers += [RouterStatus("r2", 1, caches={"demo": blind})]
-    (notice,) = queries.deployment_row("demo").notices
-    assert notice == "Cache-aware routing is blind (no tokenizer; prefill-0: kv_events_disabled)."
+    row = queries.deployment_row("demo")
+    assert row.notices == ["Cache-aware routing is blind (no tokenizer; prefill-0: kv_events_disabled)."]
+    assert row.cache == CacheState("blind", {"*": "no tokenizer", "prefill-0": "kv_events_disabled"})
+    assert row.cache_fails
+    look, clauses = fleet_page.summary([row], node_rows())
+    assert look.word == "Degraded"
+    assert clauses[0].said == "routes without knowing well where its KV lies."
 
 
 def test_sharing_a_card_is_a_notice(fleet: Fleet) -> None:
