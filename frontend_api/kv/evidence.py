@@ -290,9 +290,11 @@ class Cache:
         holder = self._holders.get(engine)
         if holder is not None:
             self._sent.record(holder, hashes.get(_block_size(engine), ()), now)
-        elif self._may_predict(engine):
-            size = self._size_of(engine)
-            self.predicted.sent(engine, hashes.get(size, ())[evident // size :], now)
+            return
+        size = self._size_of(engine)
+        lacking = hashes.get(size, ())[evident // size :]
+        if lacking and self._may_predict(engine):
+            self.predicted.sent(engine, lacking, now)
 
     def _may_predict(self, engine: Engine) -> bool:
         """Its events can prove a prediction, and it is the process that was predicted of."""

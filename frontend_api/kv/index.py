@@ -15,7 +15,9 @@ from __future__ import annotations
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from heapq import heappop, heappush
+from struct import iter_unpack
 from typing import Any
 
 import msgspec
@@ -39,8 +41,13 @@ _pack = msgspec.msgpack.encode
 
 def begin(block_size: int, lora: str | None = None, salt: str | None = None) -> int:
     """The hash before the first block."""
-    seed = xxh3_64_intdigest((lora or "").encode("utf-8", "surrogatepass"), block_size)
+    seed = _seed(block_size, lora)
     return _with_extra(seed, (salt,)) if salt else seed
+
+
+@lru_cache(256)
+def _seed(block_size: int, lora: str | None) -> int:
+    return xxh3_64_intdigest((lora or "").encode("utf-8", "surrogatepass"), block_size)
 
 
 def _with_extra(parent: int, keys: Sequence[Any]) -> int:
@@ -53,11 +60,9 @@ def chain(tokens: array[int], block_size: int, *, lora: str | None = None, salt:
     data = tokens.tobytes()
     step = block_size * _TOKEN_BYTES
     own = begin(block_size, lora, salt)
-    hashes = []
-    for at in range(0, len(data) - step + 1, step):
-        own = xxh3_64_intdigest(data[at : at + step], own) & MASK
-        hashes.append(own)
-    return hashes
+    digest, mask = xxh3_64_intdigest, MASK
+    blocks = iter_unpack(f"{step}s", data[: len(data) - len(data) % step])  # faster than slices
+    return [own := digest(block, own) & mask for (block,) in blocks]
 
 
 def _key(engine_hash: int | bytes) -> int:
