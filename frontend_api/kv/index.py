@@ -207,18 +207,17 @@ class Index:
             return self.left_out("mismatched")
         of_block, bit, sets, step = self._blocks, holder.bit, self._sets, block_size * _TOKEN_BYTES
         table, mask = of_block.table, of_block.mask
-        at = added = new = 0
+        added = new = 0
         put = blocks.put
         if extra is not None and not any(extra):
             extra = None
-        for number, engine_hash in enumerate(hashes):
+        for number, (engine_hash, (block,)) in enumerate(zip(hashes, iter_unpack(f"{step}s", data), strict=True)):
             if extra is not None and number < len(extra) and (keys := extra[number]):
                 if lora is not None and keys[0] == lora:
                     keys = keys[1:]
                 if keys:
                     own = _with_extra(own, keys)
-            own = xxh3_64_intdigest(data[at : at + step], own) & MASK
-            at += step
+            own = xxh3_64_intdigest(block, own) & MASK
             before = put(engine_hash & MASK if type(engine_hash) is int else _key(engine_hash), own)
             if before is not None:
                 if before == own:
