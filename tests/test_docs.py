@@ -67,6 +67,18 @@ def test_the_fleet_file_in_architecture_is_one_the_router_takes() -> None:
     assert snapshot.keys[0].digest
 
 
+def test_the_readme_tells_every_field_of_routing_with_its_default() -> None:
+    text = (ROOT / "README.md").read_text()
+    table = text[text.index("### Routing") : text.index("### Keys")]
+    told = dict(re.findall(r"^\| `(\w+)` \| `?([^|`]+?)`? \|", table, re.MULTILINE))
+    policy = wire.RoutingPolicy()
+    real = {field: getattr(policy, field) for field in policy.__struct_fields__}
+    assert told == {
+        field: "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+        for field, value in real.items()
+    }
+
+
 def test_every_dependency_has_its_reason() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     text = (ROOT / "ARCHITECTURE.md").read_text().lower()
