@@ -22,6 +22,7 @@ A node's Redis user may touch only `tandem:node:<node>:*` (its Celery queue has 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import TypeVar
 
@@ -328,8 +329,9 @@ class Result(StrEnum):
     """The client left first."""
 
 
-class RequestRecord(Struct, frozen=True):
-    """One request through the router, written when it ends. Seconds unless named otherwise; None: does not apply."""
+class RequestRecord(Struct, frozen=True, omit_defaults=True):
+    """One request through the router, written when it ends: what is as usual is left out. Seconds unless named otherwise;
+    None: does not apply."""
 
     id: str
     at: float
@@ -372,6 +374,11 @@ _encoder = msgspec.json.Encoder()
 def encode(message: Struct) -> bytes:
     """A message as JSON bytes."""
     return _encoder.encode(message)
+
+
+def encode_lines(messages: Sequence[Struct]) -> bytes:
+    """Messages as JSON, each a line."""
+    return _encoder.encode_lines(messages)
 
 
 def decode(data: bytes | str, kind: type[_T]) -> _T:

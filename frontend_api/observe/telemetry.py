@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from time import time
 
-from controlplane.fleet.wire import CacheState, RequestRecord, RouterStatus, encode
+from controlplane.fleet.wire import CacheState, RequestRecord, RouterStatus
 from frontend_api.kv.evidence import Cache, Evidence
 from frontend_api.limits.windows import Bound
 from frontend_api.observe import figures
@@ -162,10 +162,10 @@ class Telemetry:
 
     # ---- to Redis
 
-    def batch(self) -> list[bytes]:
-        """The oldest waiting records, encoded. They are gone from the queue: `settle` says what became of them."""
+    def batch(self) -> list[RequestRecord]:
+        """The oldest waiting records. They are gone from the queue: `settle` says what became of them."""
         queue = self._queue
-        return [encode(queue.popleft()) for _ in range(min(BATCH, len(queue)))]
+        return [queue.popleft() for _ in range(min(BATCH, len(queue)))]
 
     def settle(self, count: int, *, written: bool) -> None:
         (self._written if written else self._dropped)[()] += count

@@ -27,6 +27,7 @@ from controlplane.fleet.wire import (
     FleetSnapshot,
     decode,
     encode,
+    encode_lines,
     router_key,
 )
 from frontend_api.http.upstream import Upstreams, accepts_connections
@@ -162,7 +163,8 @@ class Reporter:
             written = False
             try:
                 await cast(
-                    Awaitable[int], self._client.eval(_APPEND, 1, REQUESTS_STREAM, REQUESTS_MAXLEN, b"\n".join(records))
+                    Awaitable[int],
+                    self._client.eval(_APPEND, 1, REQUESTS_STREAM, REQUESTS_MAXLEN, encode_lines(records)),
                 )
                 written = True
             except (RedisError, OSError):
