@@ -25,8 +25,11 @@ HIGH_WATER_MARK = 100_000
 """Batches that may wait in a subscriber, as many as a publisher keeps."""
 TICK_SECONDS = 0.25
 RETRY_SECONDS = 5.0
-BURST = 16
-"""Batches taken before other tasks get their turn."""
+TURN_SECONDS = 0.002
+"""For which batches are taken before other tasks get their turn."""
+MOST_BYTES = 16 << 20
+"""Of a batch. A real one tells of one step of an engine, some hundred kilobytes; whoever sends more is not listened to, which
+the sequence or the replay shows."""
 
 
 class Unusable(Exception):
@@ -99,14 +102,12 @@ class Follower:
             sub.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
             sub.setsockopt(zmq.SUBSCRIBE, b"")
             sub.connect(source.events)
-            count = 0
+            turn = monotonic()
             while True:
                 frames = await sub.recv_multipart()
                 if len(frames) >= 2 and len(frames[-2]) == 8:
                     rank.live(int.from_bytes(frames[-2], "big", signed=True), frames[-1], monotonic())
-                count += 1
-                if count % BURST == 0:
-                    await asyncio.sleep(0)
+                turn = await _take_turns(turn)
         except zmq.ZMQError as error:
             log.error("The events of %s at %s cannot be followed: %s", source.engine, source.events, error)
             await asyncio.sleep(RETRY_SECONDS)
@@ -126,7 +127,7 @@ class Follower:
             try:
                 dealer.connect(source.replay)
                 await dealer.send_multipart([b"", start.to_bytes(8, "big")])
-                count, sequence = 0, 0
+                turn, sequence = monotonic(), 0
                 while sequence != END:
                     async with asyncio.timeout(REPLAY_SECONDS):
                         frames = await dealer.recv_multipart()
@@ -134,9 +135,7 @@ class Follower:
                         continue
                     sequence = int.from_bytes(frames[-2], "big", signed=True)
                     rank.replayed(sequence, frames[-1], monotonic())
-                    count += 1
-                    if count % BURST == 0:
-                        await asyncio.sleep(0)
+                    turn = await _take_turns(turn)
             except (TimeoutError, zmq.ZMQError):
                 rank.replay_failed(monotonic())
                 await asyncio.sleep(TICK_SECONDS)
@@ -147,4 +146,13 @@ class Follower:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
         return socket
+
+
+async def _take_turns(since: float) -> float:
+    """Let other tasks run if ours has for long enough. Returns since when it runs (monotonic)."""
+    if monotonic() - since < TURN_SECONDS:
+        return since
+    await asyncio.sleep(0)
+    return monotonic()

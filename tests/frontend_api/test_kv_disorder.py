@@ -219,3 +219,43 @@ async def test_an_engine_that_starts_again_starts_empty(make_scene: MakeScene) -
     await until(lambda: len(again.buffer) == cache.ranks[cache.engines[0]][0].batches - batches)
     assert (await scene.told([*LINES[0], 7]))[2] == "0/65"
     assert (await scene.told([*LINES[5], 7]))[2] == "64/65"
+
+
+async def test_a_batch_larger_than_any_real_one_is_not_taken_and_that_is_told(
+    make_scene: MakeScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listen, "MOST_BYTES", 10_000)
+    scene = await make_scene()
+    await scene.heard()
+    publisher = scene.publisher
+    taken = scene.cache.counts()["stored"]
+    publisher.publish(publisher.stored([7] * 50_000))
+    await scene.stands("degraded", "kv_events_silent")  # its replay brings no more either
+    assert scene.cache.counts()["stored"] < taken + 3_000
+    publisher.buffer.clear()
+    publisher.publish(publisher.stored(LINES[0]))
+    await scene.stands("degraded", "kv_events_gap")
+    assert await scene.told([*LINES[0], 7]) == ("degraded", "a=kv_events_gap", "64/65")
+
+
+async def test_other_tasks_get_their_turn_while_batches_come(
+    make_scene: MakeScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listen, "TURN_SECONDS", 0.0)
+    scene = await make_scene()
+    await scene.heard()
+    publisher = scene.publisher
+    turns: list[int] = []
+
+    async def look() -> None:
+        while True:
+            turns.append(scene.cache.counts()["batches"])
+            await asyncio.sleep(0)
+
+    looking = asyncio.create_task(look())
+    before = scene.cache.counts()["batches"]
+    publisher.send(*[publisher.batch(publisher.stored(LINES[n % 7])) for n in range(60)])
+    await until(lambda: scene.cache.counts()["batches"] >= before + 60)
+    looking.cancel()
+    steps = [after - earlier for earlier, after in zip(turns, turns[1:], strict=False)]
+    assert max(steps) == 1
