@@ -69,7 +69,7 @@ class Request:
         return other
 
 
-_ONCE = frozenset((b"authorization", b"x-api-key", b"host", b"expect"))
+_ONCE = frozenset((b"authorization", b"x-api-key", b"host", b"expect", b"transfer-encoding"))
 """Headers that decide something and may come once only."""
 
 

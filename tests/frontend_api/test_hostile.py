@@ -68,6 +68,7 @@ REFUSED = {
     "unknown coding": HEAD + b"Transfer-Encoding: xchunked\r\n\r\n" + IN_CHUNKS,
     "two codings": HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n" + IN_CHUNKS,
     "chunked twice": HEAD + CHUNKED + CHUNKED + b"\r\n" + IN_CHUNKS,
+    "no coding, then chunked": HEAD + b"Transfer-Encoding: identity\r\n" + CHUNKED + b"\r\n" + IN_CHUNKS,
     "chunked in HTTP/1.0": HEAD.replace(b"1.1", b"1.0") + CHUNKED + b"\r\n" + IN_CHUNKS,
     "bad chunk size": HEAD + CHUNKED + b"\r\nzz\r\n" + BODY,
     "chunk size with a space": HEAD + CHUNKED + b"\r\n3 \r\nabc\r\n0\r\n\r\n",

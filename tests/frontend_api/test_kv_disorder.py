@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -257,5 +258,5 @@ async def test_other_tasks_get_their_turn_while_batches_come(
     publisher.send(*[publisher.batch(publisher.stored(LINES[n % 7])) for n in range(60)])
     await until(lambda: scene.cache.counts()["batches"] >= before + 60)
     looking.cancel()
-    steps = [after - earlier for earlier, after in zip(turns, turns[1:], strict=False)]
+    steps = [after - earlier for earlier, after in pairwise(turns)]
     assert max(steps) == 1
