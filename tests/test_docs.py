@@ -8,6 +8,9 @@ import tomllib
 from pathlib import Path
 
 from controlplane.fleet import config, lifecycle, wire
+from frontend_api.kv import evidence
+from frontend_api.kv.evidence import Tokenization
+from frontend_api.kv.knowledge import Bound, Knowledge, Trouble
 from tests.bench import report
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,6 +80,27 @@ def test_the_readme_tells_every_field_of_routing_with_its_default() -> None:
         field: "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
         for field, value in real.items()
     }
+
+
+def test_every_reason_for_a_lower_state_is_told() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    section = text[text.index("## Where KV lies") : text.index("## Several processes")]
+    reasons = [*Knowledge, *Trouble, *Bound, *Tokenization, evidence.MISCOUNT, evidence.RANKS, "kv_events_disabled"]
+    known = (Knowledge.COMPLETE, Tokenization.SAME)
+    assert not [str(reason) for reason in reasons if reason not in known and f"`{reason}`" not in section]
+
+
+def test_every_module_that_architecture_names_is_there() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    rooms = [path.name for path in (ROOT / "frontend_api").iterdir() if path.is_dir()]
+    named = re.findall(rf"`((?:{'|'.join(rooms)})/\w*)`", text)
+    assert named
+    missing = [
+        n
+        for n in named
+        if not (ROOT / "frontend_api" / n).is_dir() and not (ROOT / "frontend_api" / f"{n}.py").is_file()
+    ]
+    assert not missing
 
 
 def test_every_dependency_has_its_reason() -> None:
