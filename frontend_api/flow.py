@@ -369,6 +369,8 @@ def _after(outcome: Outcome, engine: Engine, avoid: set[Engine], stale: set[Engi
             avoid.add(engine)
             return Problem(502, "engine_refused", "An engine does not accept the router's key.", None, RETRY_AFTER)
         avoid.add(engine)
+        if not 400 <= outcome.status < 600:  # a 304 would have no body, a redirect is none of the client's business
+            return Problem(502, "engine_error", f"An engine answered with status {outcome.status}.", None, RETRY_AFTER)
         if outcome.status in OVERLOAD:
             engine.overloaded(now, outcome.retry_after)
             return PassOn(outcome.status, outcome.body, max(ceil(engine.retry_at - now), 1))

@@ -308,6 +308,14 @@ async def test_an_engine_that_refuses_the_routers_key_is_our_fault(make_site: Ma
     assert (reply.status, reply.error["code"]) == (502, "engine_refused")
 
 
+@pytest.mark.parametrize("status", [302, 304, 999])
+async def test_statuses_that_no_request_asks_for_are_not_passed_on(make_site: MakeSite, status: int) -> None:
+    """A client would read the body of a 304 as its next reply."""
+    site = await aggregated(make_site, says(unary({"error": "?"}, status)))
+    reply = await ask(site.port, CHAT, PROMPT)
+    assert (reply.status, reply.error["code"]) == (502, "engine_error")
+
+
 async def test_an_answer_without_tokens_is_a_failure(make_site: MakeSite) -> None:
     usage = {**USAGE, "completion_tokens": 0}
     site = await aggregated(make_site, says(unary(chat_reply("", usage=usage))))
