@@ -136,7 +136,8 @@ def _rotate_key(client: Client, arguments: argparse.Namespace) -> int:
     body = {"overlap_seconds": parse_overlap(arguments.overlap)}
     key = client.call("POST", "keys", arguments.id, "rotate", body=body)
     until = key["old_secret_works_until"]
-    print(f"The old secret {f'works until {until}' if until else 'works no more'}.", file=sys.stderr)
+    told = f"works until {until[:16].replace('T', ' ')} UTC" if until else "works no more"
+    print(f"The old secret {told}.", file=sys.stderr)
     _show_secret(key)
     return 0
 

@@ -54,10 +54,13 @@ def _hardware(row: Row) -> str:
 def _key_state(row: Row) -> str:
     if row["revoked_at"]:
         return "revoked"
-    if row["expires_at"] is None:
-        return "active"
-    left = datetime.fromisoformat(row["expires_at"]) - datetime.now(UTC)
-    return f"{left.days}d left" if left.total_seconds() > 0 else "expired"
+    state = "active"
+    if row["expires_at"] is not None:
+        left = datetime.fromisoformat(row["expires_at"]) - datetime.now(UTC)
+        if left.total_seconds() <= 0:
+            return "expired"
+        state = f"{left.days}d left"
+    return f"{state}, two secrets" if row["old_secret_works_until"] else state
 
 
 def limits(row: Row) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from controlplane.fleet import wire
+
 Tandem = Callable[..., Any]
 
 
@@ -92,6 +94,11 @@ def test_get_shows_tables_and_json(apply: Any, tandem: Tandem, web: Any) -> None
     assert table[0].split() == ["NAME", "MODEL", "POOLS", "STATUS", "AGE"]
     row = next(line for line in table if line.startswith("shown "))
     assert "prefill 0/1 decode 1/1" in row
+    assert ", cache" not in row, "it asks for no cache-aware routing"
+    told = wire.RouterStatus("r", 1, caches={"shown": wire.CacheState("blind", {"*": "no tokenizer"})})
+    web.redis.set(wire.router_key("r"), wire.encode(told), ex=wire.ROUTER_STATUS_TTL)
+    assert "cache blind" in next(x for x in tandem("get", "deployments").out.splitlines() if x.startswith("shown "))
+    web.redis.delete(wire.router_key("r"))
     single = tandem("get", "deployments", "shown").out
     assert "shown-decode-0-aaaa" in single
     assert json.loads(tandem("get", "deployments", "shown", "-o", "json").out)["name"] == "shown"
@@ -153,6 +160,7 @@ def test_keys_are_limited_listed_and_rotated(tandem: Tandem) -> None:
     assert rotated.out.startswith(f"tdm-{key}-")
     assert rotated.out.strip() != made
     assert "works until 20" in rotated.err
+    assert "active, two secrets" in next(x for x in tandem("keys", "list").out.splitlines() if x.startswith(key))
     assert "works no more" in tandem("keys", "rotate", key, "--overlap", "0").err
     listed = json.loads(tandem("keys", "list", "-o", "json").out)["items"]
     assert next(item for item in listed if item["id"] == key)["tokens_per_minute"] == 20_000
