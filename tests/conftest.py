@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -20,6 +21,8 @@ import django
 import hypothesis
 import pytest
 
+# A shell's background job ignores Ctrl-C, and so would every program that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 _OURS = ("REDIS_URL", "KEEP_ENGINES", "RUNTIME", "HF_TOKEN")
 for _name in [name for name in os.environ if name.startswith("TANDEM_") or name in _OURS]:
     if _name != "TANDEM_CACHE":  # the engine runtime is 3 GB: the suite shares the user's cache

@@ -69,9 +69,20 @@ class Fleet:
         fleet.write_bytes(encode(FleetSnapshot(version=1, deployments=(deployment,))))
         self.router = await Program(self._folder, "--no-auth", "--fleet", str(fleet)).up()
         known = {RoutingMode.KV: "exact", RoutingMode.KV_APPROXIMATE: "approximate"}.get(mode)
-        async with asyncio.timeout(20):
-            while known and f'kv_state{{deployment="dep",state="{known}"}} 1' not in await self._metrics():
+        if known:
+            await self.stands(known)
+
+    async def stands(self, state: str) -> None:
+        async with asyncio.timeout(30):
+            while f'kv_state{{deployment="dep",state="{state}"}} 1' not in await self._metrics():
                 await asyncio.sleep(0.05)
+
+    async def serve_one_prompt_each(self) -> None:
+        assert self.router is not None
+        for number in range(2):
+            prompt = " ".join(WORDS[number : number + 100])
+            body = {"model": "m", "prompt": prompt, "max_tokens": 1}
+            assert (await ask(self.router.port, "/v1/completions", body)).status == 200
 
     async def _metrics(self) -> str:
         assert self.router is not None
@@ -138,7 +149,10 @@ async def test_turns_find_a_prefix_by_chance(fleet: Fleet) -> None:
 
 async def test_events_that_never_come_leave_chance_and_it_is_said(fleet: Fleet) -> None:
     await fleet.start(RoutingMode.KV, events=False)
+    await fleet.serve_one_prompt_each()
+    await fleet.stands("blind")  # until then what was sent is expected to be told
     report = await fleet.bench()
+    assert report["states"] == {"blind": 72}
     assert report["hits"]["by_router"] == 0
     assert 25 <= report["hits"]["by_engine"] <= 57
     assert report["hits"]["by_engine"] > report["hits"]["by_router"]
