@@ -93,7 +93,8 @@ class AnswerLeg:
 
     def body(self, data: bytes, last: bool, framed: bytes = b"") -> None:
         exchange = self._exchange
-        reader = exchange.account.reader
+        account = exchange.account
+        reader = account.reader
         if reader is None:
             self._parts.append(data)
             self._size += len(data)
@@ -130,7 +131,7 @@ class AnswerLeg:
             exchange.advance(flow.Began(token=not early))
         self._whole = last
         if reader.texts:
-            exchange.account.relaying()
+            account.relaying()
         exchange.relay(events, last, framed if events is data else b"")
 
     def ended(self) -> None:

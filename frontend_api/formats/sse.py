@@ -66,8 +66,8 @@ class EventReader:
     """
 
     __slots__ = (
-        "_after", "_alike", "_before", "_end", "_ending", "_held", "_mark", "_tries", "_unasked", "done", "failed", "texts",
-        "usage",
+        "_after", "_alike", "_at", "_before", "_end", "_ending", "_held", "_left", "_mark", "_tries", "_unasked", "done",
+        "failed", "texts", "usage",
     )  # fmt: skip
 
     def __init__(self, shape: Shape, usage: Usage, *, unasked: bool = False) -> None:
@@ -78,6 +78,8 @@ class EventReader:
         self._ending: list[bytes] = []
         self._before = self._after = b""
         """What stood before and after the text of an event without marks …"""
+        self._at = self._left = 0
+        """… of so many bytes …"""
         self._alike = 0
         """… and how many texts it counted for."""
         self._tries = _TRIES
@@ -99,10 +101,10 @@ class EventReader:
         if self._held:
             data = self._held + data
             self._held = b""
-        before = self._before
-        if before and data.startswith(before) and data.endswith(self._after):
-            at = len(before)
-            if data.find(b'"', at) == len(data) - len(self._after) and data.find(b"\n", at) == len(data) - 2:
+        at = self._at
+        if at and data.startswith(self._before) and data.endswith(self._after):
+            size = len(data)
+            if data.find(b'"', at) == size - self._left and data.find(b"\n", at) == size - 2:
                 self.texts += self._alike
                 return data
         if data[-2:] != b"\n\n":
@@ -126,6 +128,7 @@ class EventReader:
             self._tries -= 1
             self._before = data[: says.end()]
             self._after = data[data.index(b'"', says.end()) :]
+            self._at, self._left = len(self._before), len(self._after)
             self._alike = data.count(self._mark)
         return data
 

@@ -167,11 +167,14 @@ class Connection(asyncio.Protocol):
             self.abort()
             return
         leg.last_byte_at = monotonic()
-        if self._between:
-            size = len(data)
-            head = _head_of_chunk(size)
-            if head and data.startswith(head) and data.endswith(b"\r\n"):
-                self._relay(leg, data[len(head) : size - 2], data)
+        receiver = leg.receiver
+        if self._between and receiver is not None:
+            head = _head_of_chunk(len(data))
+            if head and data.startswith(head) and data.endswith(b"\r\n"):  # the parser need not see it
+                try:
+                    receiver.body(data[len(head) : -2], False, data)
+                except Exception:
+                    self._defect(receiver)
                 return
         self._began = True
         headed = self._head_done
@@ -187,7 +190,6 @@ class Connection(asyncio.Protocol):
             return
         if self._between and not data.endswith(b"\r\n"):  # some of a chunk's size
             self._between = False
-        receiver = leg.receiver
         try:
             if self._head_done and not headed and receiver is not None:
                 receiver.head(self._parser.get_status_code(), self._headers)
@@ -199,21 +201,12 @@ class Connection(asyncio.Protocol):
             if self._complete and self.leg is leg:  # the receiver may have cancelled it just now
                 self._finish(self._keep_alive)
         except Exception:
-            log.exception("defect in the router")
-            self.abort()
-            if receiver is not None:
-                receiver.crashed()
+            self._defect(receiver)
 
-    def _relay(self, leg: Leg, data: bytes, framed: bytes) -> None:
-        """One whole chunk: the parser, which stands between two of them, need not see it."""
-        receiver = leg.receiver
-        if receiver is None:
-            return
-        try:
-            receiver.body(data, False, framed)
-        except Exception:
-            log.exception("defect in the router")
-            self.abort()
+    def _defect(self, receiver: Receiver | None) -> None:
+        log.exception("defect in the router")
+        self.abort()
+        if receiver is not None:
             receiver.crashed()
 
     def connection_lost(self, error: Exception | None) -> None:
