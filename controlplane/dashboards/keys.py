@@ -111,7 +111,9 @@ def _sentence(line: Line) -> str:
         return "Its time is over; make a new key."
     if line.key.scope == Scope.MANAGE:
         return "Opens REST and the tandem command."
-    return f"May use {', '.join(line.limits)}." if line.limits else "Opens the OpenAI endpoint, without limits."
+    if line.key.limits._replace(priority=0) == UNLIMITED:
+        return f"Opens the OpenAI endpoint, {', '.join(['without limits', *line.limits])}."
+    return f"May use {', '.join(line.limits)}."
 
 
 def _told(error: InvalidInput) -> str:

@@ -35,6 +35,13 @@ from controlplane.fleet.wire import RoutingPolicy
 
 MAX_REPLICAS = 200
 
+_NEEDED = {
+    "name": "give a name: the slug of pages and REST",
+    "model": "give a model: package:NAME, hub:ORG/NAME[@revision], or /folder on the nodes",
+    "pools": "give pools: prefill and decode, or aggregated, each with replicas",
+}
+"""What to do where a field of a document is missing."""
+
 MANAGED_ARGUMENTS = frozenset(
     {
         # what is served, and where
@@ -146,10 +153,10 @@ def parse(document: Mapping[str, Any]) -> DeploymentSpec:
             field = field.replace("[...]", f".{_bad_pool(document)}")
         unknown = re.search(r"unknown field `([^`]+)`", message)
         if unknown:
-            field = f"{field}.{unknown[1]}" if field else unknown[1]
+            field, message = f"{field}.{unknown[1]}" if field else unknown[1], "there is no such field"
         missing = re.search(r"missing required field `([^`]+)`", message)
         if missing:
-            field = f"{field}.{missing[1]}" if field else missing[1]
+            field, message = f"{field}.{missing[1]}" if field else missing[1], _NEEDED.get(missing[1], "is needed")
         raise InvalidInput(f"{field or 'document'}: {message}", field=field) from None
     return checked(spec)
 

@@ -107,6 +107,7 @@ def test_a_missing_field_is_named(missing: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         spec.parse(document)
     assert caught.value.field == missing
+    assert f"{missing}: give " in str(caught.value), "and what to do"
 
 
 @pytest.mark.parametrize(
