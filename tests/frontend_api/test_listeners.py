@@ -207,3 +207,10 @@ async def test_status(redis_url: str) -> None:
     status = decode(cast(bytes, control.get(router_key("r1"))), RouterStatus)
     assert status.caches == {"name": CacheState("blind", {"*": "the router has no tokenizer for this model"})}
     await client.aclose()
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "a" / "full").mkdir(parents=True)
+    with pytest.raises(OSError, match="directory"):
+        listeners.write_private(tmp_path / "a", b"new")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
