@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from time import monotonic
+from typing import Any, TypeVar, cast
 
 import zmq
 import zmq.asyncio
@@ -32,6 +33,9 @@ MOST_BYTES = 16 << 20
 the sequence or the replay shows."""
 
 
+_S = TypeVar("_S", bound=zmq.Socket[Any])
+
+
 class Unusable(Exception):
     """A folder from which no exact token ids can be had; the text says why."""
 
@@ -48,7 +52,9 @@ class Follower:
         self._load = load
         self._saved = saved
         self._loading: dict[str, asyncio.Task[None]] = {}
-        self._context = zmq.asyncio.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._futures = zmq.asyncio.Context(self._context)
+        """The same, of sockets to be awaited."""
         self._tasks: dict[Source, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -97,24 +103,31 @@ class Follower:
 
     async def _follow(self, source: Source, rank: Rank) -> None:
         asking = asyncio.create_task(self._replays(source, rank)) if source.replay else None
-        sub = self._socket(zmq.SUB)
+        sub = _prepared(self._context.socket(zmq.SUB))  # a plain one: futures cost more than what a message says
+        loop, there = asyncio.get_running_loop(), asyncio.Event()
+        descriptor = sub.fileno()
         try:
             sub.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
             sub.setsockopt(zmq.SUBSCRIBE, b"")
             sub.connect(source.events)
-            turn = monotonic()
+            loop.add_reader(descriptor, there.set)
             while True:
-                frames = await sub.recv_multipart()
-                if len(frames) >= 2 and len(frames[-2]) == 8:
-                    rank.live(int.from_bytes(frames[-2], "big", signed=True), frames[-1], monotonic())
-                turn = await _take_turns(turn)
+                turn = monotonic()
+                there.clear()  # before looking: the descriptor says only that something has changed since the last look
+                while cast(int, sub.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                    frames = sub.recv_multipart(zmq.NOBLOCK)
+                    if len(frames) >= 2 and len(frames[-2]) == 8:
+                        rank.live(int.from_bytes(frames[-2], "big", signed=True), frames[-1], monotonic())
+                    turn = await _take_turns(turn)
+                await there.wait()
         except zmq.ZMQError as error:
             log.error("The events of %s at %s cannot be followed: %s", source.engine, source.events, error)
-            await asyncio.sleep(RETRY_SECONDS)
         finally:
+            loop.remove_reader(descriptor)
             sub.close(0)
             if asking is not None:
                 asking.cancel()
+        await asyncio.sleep(RETRY_SECONDS)
 
     async def _replays(self, source: Source, rank: Rank) -> None:
         if self._saved is not None:
@@ -123,7 +136,7 @@ class Follower:
             while rank.wanted is None:  # noqa: ASYNC110 - the state machine sets no event
                 await asyncio.sleep(0.05)
             start = rank.asked()
-            dealer = self._socket(zmq.DEALER)
+            dealer = _prepared(self._futures.socket(zmq.DEALER))
             try:
                 dealer.connect(source.replay)
                 await dealer.send_multipart([b"", start.to_bytes(8, "big")])
@@ -142,12 +155,12 @@ class Follower:
             finally:
                 dealer.close(0)
 
-    def _socket(self, kind: int) -> zmq.asyncio.Socket:
-        socket = self._context.socket(kind)
-        socket.setsockopt(zmq.IPV6, 1)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
-        return socket
+
+def _prepared(socket: _S) -> _S:
+    socket.setsockopt(zmq.IPV6, 1)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
+    return socket
 
 
 async def _take_turns(since: float) -> float:
