@@ -1,6 +1,6 @@
-"""Heads of requests that come again: most clients repeat theirs on a connection, but for the length of the body.
+"""Heads that come again: on one connection most requests have the same, but for the length of the body, and most replies.
 
-Pure. What was read and let in once, byte for byte, need not be read again; everything else is the parser's.
+Pure. What was read once, byte for byte, need not be read again; everything else is the parser's.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ class Head(NamedTuple):
         return body if length.isdigit() and len(body) == int(length) else None
 
 
-def head_of(data: bytes, length: int) -> Head | None:
-    """Of data that was one request with a body of this length. None: there is anything unusual about it."""
+def head_of(data: bytes, length: int, begins: bytes) -> Head | None:
+    """Of data that was one message with a body of this length. None: it does not begin so, or there is anything unusual
+    about it."""
     head = data[: len(data) - length]
-    lengths = list(_LENGTH.finditer(head)) if len(head) <= MOST and head.startswith(b"POST ") else []
+    lengths = list(_LENGTH.finditer(head)) if len(head) <= MOST and head.startswith(begins) else []
     if len(lengths) != 1 or int(lengths[0][1]) != length or head.find(b"\r\n\r\n") != len(head) - 4:
         return None
     return Head(head[: lengths[0].start(1)], head[lengths[0].end(1) :])

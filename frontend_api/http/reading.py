@@ -121,7 +121,7 @@ class RequestReader:
                 return
         self._parse(data)
         if begins and self._messages == 1 and not self.in_message and self.broken is None:
-            self._known = head_of(data, self._length) if _is_usual(self._request) else None
+            self._known = head_of(data, self._length, b"POST ") if _is_usual(self._request) else None
 
     def _parse(self, data: bytes) -> None:
         self._piece = len(data)

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from frontend_api.http.heads import Head, head_of
 from frontend_api.http.outbox import Outbox
 from frontend_api.routing.view import Engine
 
@@ -107,9 +108,14 @@ class Connection(asyncio.Protocol):
         self.idle_since = 0.0
         self._reused = False
         self._paused = False
+        self._known: Head | None = None
+        """Of a good reply, if it may come again …"""
+        self._known_headers: list[tuple[bytes, bytes]] = []
+        """… with these headers."""
         self._reset()
 
     def _reset(self) -> None:
+        self._status = 0
         self._headers: list[tuple[bytes, bytes]] = []
         self._parts: list[bytes] = []
         self._began = False
@@ -176,23 +182,15 @@ class Connection(asyncio.Protocol):
                 except Exception:
                     self._defect(receiver)
                 return
-        self._began = True
         headed = self._head_done
-        try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            self._violated = True
-        if not self._head_done and not self._violated:
-            self._head_bytes += len(data)
-            self._violated = self._head_bytes > MAX_HEAD
+        if self._began or self._known is None or not self._recall(self._known, data):
+            self._parse(data)
         if self._violated:
             self._fail(Broken.PROTOCOL)
             return
-        if self._between and not data.endswith(b"\r\n"):  # some of a chunk's size
-            self._between = False
         try:
             if self._head_done and not headed and receiver is not None:
-                receiver.head(self._parser.get_status_code(), self._headers)
+                receiver.head(self._status, self._headers)
             parts = self._parts
             if parts:
                 self._parts = []
@@ -202,6 +200,32 @@ class Connection(asyncio.Protocol):
                 self._finish(self._keep_alive)
         except Exception:
             self._defect(receiver)
+
+    def _recall(self, known: Head, data: bytes) -> bool:
+        """Whether this is a whole reply with the head of the one before."""
+        body = known.body_in(data)
+        if body is None:
+            return False
+        self._began = self._head_done = self._length = self._keep_alive = self._complete = True
+        self._status, self._headers, self._parts = 200, self._known_headers, [body]
+        return True
+
+    def _parse(self, data: bytes) -> None:
+        begins = not self._began
+        self._began = True
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._violated = True
+        if not self._head_done and not self._violated:
+            self._head_bytes += len(data)
+            self._violated = self._head_bytes > MAX_HEAD
+        if self._between and not data.endswith(b"\r\n"):  # some of a chunk's size
+            self._between = False
+        if begins:
+            whole = self._complete and self._keep_alive and not self._chunked and not self._violated
+            self._known = head_of(data, sum(map(len, self._parts)), b"HTTP/1.1 200 ") if whole else None
+            self._known_headers = self._headers
 
     def _defect(self, receiver: Receiver | None) -> None:
         log.exception("defect in the router")
@@ -265,7 +289,7 @@ class Connection(asyncio.Protocol):
             self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        status = self._parser.get_status_code()
+        self._status = status = self._parser.get_status_code()
         if status >= 200:
             self._head_done = True
             self._keep_alive = self._parser.should_keep_alive()

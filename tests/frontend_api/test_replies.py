@@ -1,4 +1,4 @@
-"""Chunked replies of engines: whichever way they are cut and written, the same bytes come out, and bad framing is seen."""
+"""Replies of engines: whichever way they are cut and written, the same bytes come out, and bad framing is seen."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class Seen:
     """What a receiver is told."""
 
     def __init__(self) -> None:
+        self.headed: tuple[int, list[tuple[bytes, bytes]]] | None = None
         self.whole = b""
         self.framed: list[tuple[bytes, bytes]] = []
         self.over = False
@@ -41,7 +42,9 @@ class Seen:
 
     def sending(self) -> None: ...
     def crashed(self) -> None: ...
-    def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None: ...
+
+    def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.headed = status, headers
 
     def body(self, data: bytes, last: bool, framed: bytes = b"") -> None:
         self.whole += data
@@ -55,10 +58,16 @@ class Seen:
         self.failure = failure
 
 
-def receive(pieces: list[bytes]) -> Seen:
+def connected() -> Connection:
     spec = SnapshotEngine(id="e", name="e", attempt=1, role=Role.AGGREGATED, url="http://e:1")
     connection = Connection(Pool(Engine(spec), Outbox()))
     connection.connection_made(cast(asyncio.Transport, Socket()))
+    return connection
+
+
+def receive(pieces: list[bytes], connection: Connection | None = None) -> Seen:
+    """One reply. `connection`: that has had others before."""
+    connection = connection or connected()
     seen = Seen()
     connection.leg = leg = Leg(seen)
     leg.connection = connection
@@ -117,3 +126,29 @@ def test_what_is_no_chunk_is_never_taken_for_one(pieces: list[bytes]) -> None:
 def test_of_each_size_there_is_one_chunk_at_most() -> None:
     chunks = {len(head) + size + 2: head for size in range(1, 5_000) for head in [b"%x\r\n" % size]}
     assert all(_head_of_chunk(size) == chunks.get(size, b"") for size in range(5_000))
+
+
+REPLIES = st.lists(
+    st.tuples(
+        st.sampled_from([b"HTTP/1.1 200 OK", b"HTTP/1.1 404 Not Found", b"HTTP/1.1 200 OK\r\ndate: x"]),
+        st.sampled_from([b"", b"{}", b"\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n"]),
+        st.lists(st.integers(0, 80), max_size=2),
+    ),
+    max_size=6,
+)
+
+
+@given(REPLIES)
+def test_a_reply_whose_head_came_before_is_read_alike(replies: list[tuple[bytes, bytes, list[int]]]) -> None:
+    connection = connected()
+    for line, body, cuts in replies:
+        reply = b"%b\r\nserver: e\r\ncontent-length: %d\r\n\r\n%b" % (line, len(body), body)
+        again, fresh = receive(cut(reply, cuts), connection), receive([reply])
+        assert (again.headed, again.whole, again.over) == (fresh.headed, fresh.whole, True)
+
+
+def test_bytes_behind_a_reply_whose_head_came_before_are_seen() -> None:
+    connection, reply = connected(), b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+    assert receive([reply], connection).over
+    assert receive([reply], connection).over
+    assert receive([reply + reply], connection).failure == Failure(Broken.PROTOCOL, True)
