@@ -88,7 +88,7 @@ class Exchange:
             if name in headers:
                 passed += b"%b: %b\r\n" % (name, headers[name])
         self._headers = passed
-        self._target = endpoint.path.encode() + (b"?" + request.query if request.query else b"")
+        self._target = request.path + b"?" + request.query if request.query else request.path
 
     # ---- the flow
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 MAX_REPLY = 256 << 20
 """Bytes of a reply that is not streamed."""
+_WHOLE = flow.Began(whole=True)
 _STREAM_HEADERS = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 
 
@@ -144,7 +145,7 @@ class AnswerLeg:
                 return
             body = openai.read_reply(body, exchange.account.usage)
             exchange.connection.reply(self._status, exchange.answer_headers(self._headers), body)
-            exchange.advance(flow.Began(whole=True))
+            exchange.advance(_WHOLE)
         elif not exchange.account.streamed:
             exchange.account.reader = None
             exchange.advance(flow.Lost(Broken.RESET, True))

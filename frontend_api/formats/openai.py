@@ -176,7 +176,8 @@ def _check_owned(fields: _Fields) -> None:
 def _alone(endpoint: Endpoint, fields: _Fields) -> Reason | None:
     if endpoint.shape is Shape.PLAIN:
         return Reason.RELAYED
-    if not (_is_one(fields.n) and _is_one(fields.best_of)) or fields.use_beam_search not in (None, False):
+    n, best_of = fields.n, fields.best_of
+    if not (n is best_of is None or (_is_one(n) and _is_one(best_of))) or fields.use_beam_search not in (None, False):
         return Reason.SEVERAL_SEQUENCES
     if fields.prompt_logprobs is not None or fields.echo not in (None, False):
         return Reason.PROMPT_LOGPROBS
