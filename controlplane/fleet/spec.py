@@ -145,7 +145,9 @@ def parse(document: Mapping[str, Any]) -> DeploymentSpec:
         spec = msgspec.convert(document, DeploymentSpec)
     except msgspec.ValidationError as error:
         text = str(error)
-        message, _, path = text.partition(" - at `")
+        message, at, path = text.rpartition(" - at `")  # the last one: the client's own words may hold another
+        if not at:
+            message, path = text, ""
         if path.startswith("key` in `"):
             raise InvalidInput("pools: name them prefill and decode, or aggregated", field="pools") from None
         field = path.rstrip("`").removeprefix("$").removeprefix(".") or None
@@ -153,7 +155,15 @@ def parse(document: Mapping[str, Any]) -> DeploymentSpec:
             field = field.replace("[...]", f".{_bad_pool(document)}")
         unknown = re.search(r"unknown field `([^`]+)`", message)
         if unknown:
-            field, message = f"{field}.{unknown[1]}" if field else unknown[1], "there is no such field"
+            known = ", ".join(
+                (RoutingPolicy if field == "routing" else PoolSpec if field else DeploymentSpec).__struct_fields__
+            )
+            message = f"there is no such field; there are: {known}"
+            field = f"{field}.{unknown[1]}" if field else unknown[1]
+        wrong = re.match(r"Invalid enum value (.{1,60})", message)
+        if wrong and field:
+            choices = type(getattr(RoutingPolicy(), field.rpartition(".")[2]))
+            message = f"{wrong[1]} is none of {', '.join(choices)}"
         missing = re.search(r"missing required field `([^`]+)`", message)
         if missing:
             field, message = f"{field}.{missing[1]}" if field else missing[1], _NEEDED.get(missing[1], "is needed")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from typing import TYPE_CHECKING
 
 from frontend_api.flow import Trace
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from frontend_api.routing.costs import Cost
 
 MOST = 16
-"""Candidates of each part that are told: clients have limits for a reply's head. `/debug/decisions` tells all."""
+"""Candidates of each part, and reasons, that are told: clients have limits for a reply's head. `/debug/decisions` tells all."""
 
 
 def headers(
@@ -41,7 +41,10 @@ def headers(
 def _of_cache(trace: Trace, cache: Cache, prompt: Prompt | None) -> str:
     state, reasons = cache.standing()
     overlap = f"{trace.overlap or 0}/{prompt.tokens}" if prompt is not None else "unknown"
-    because = "; ".join(f"{who}={why}" for who, why in reasons.items()) or "-"
+    told = [f"{who}={why}" for who, why in islice(reasons.items(), MOST)]
+    if len(reasons) > MOST:
+        told.append(f"{len(reasons) - MOST} more")
+    because = "; ".join(told) or "-"
     return f"x-tandem-state: {state}\r\nx-tandem-state-because: {because}\r\nx-tandem-overlap: {overlap}\r\n"
 
 

@@ -100,6 +100,24 @@ def test_a_bad_field_is_named(changes: dict[str, Any], field: str) -> None:
     assert str(caught.value).startswith(field)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"routing": {"mode": "magic"}}, "routing.mode: 'magic' is none of kv, "),
+        ({"routing": {"mode": "it's\n" * 100}}, "is none of kv, "),
+        ({"routing": {"mode": "a - at `$.x`"}}, "routing.mode: 'a - at `$.x`' is none of kv, "),
+        ({"routing": {"affinity": ""}}, "routing.affinity: '' is none of none, header, user"),
+        ({"routing": {"speed": 1}}, "there are: mode, "),
+        ({"pools": {"prefill": {"colour": "red"}, "decode": {}}}, "there are: replicas, "),
+        ({"colour": "red"}, "there are: name, "),
+    ],
+)
+def test_where_there_is_a_choice_the_refusal_tells_it(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        spec.parse(doc(**changes))
+    assert said in str(caught.value)
+
+
 @pytest.mark.parametrize("missing", ["name", "model", "pools"])
 def test_a_missing_field_is_named(missing: str) -> None:
     document = doc()

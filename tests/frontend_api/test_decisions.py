@@ -205,6 +205,20 @@ async def test_a_reply_tells_of_no_more_candidates_than_clients_bear(make_site: 
     assert len((await told(site))[0]["candidates"]) == 40
 
 
+async def test_a_reply_tells_of_no_more_reasons_than_clients_bear(make_site: MakeSite) -> None:
+    site = await make_site()
+    await site.engine("a0", Role.AGGREGATED)
+    for number in range(1, 40):
+        site.add(SnapshotEngine(id=f"a{number}", name="a", attempt=1, role=Role.AGGREGATED, url="http://127.0.0.1:9"))
+    site.publish(policy=RoutingPolicy(mode=RoutingMode.KV))
+    cache = site.evidence.of(site.view.deployments["m"])
+    assert cache is not None
+    cache.tokens = TokenIds()
+    reply = await ask(site.port, "/v1/completions", {"model": "m", "prompt": [1]}, **{"x-tandem-explain": "1"})
+    because = reply.headers["x-tandem-state-because"]
+    assert (because.count("="), because[-7:]) == (16, "24 more")
+
+
 def some(index: int, board: Board | None, count: int = 2) -> Decisions:
     from frontend_api.routing.view import View
 
