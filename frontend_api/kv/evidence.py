@@ -311,9 +311,12 @@ class Cache:
         ranks = self.ranks.get(engine)
         if ranks is not None:
             size = self._size_of(engine)
-            self.predicted.computed(engine, hashes.get(size, ())[evident // size :], now)
+            lacked = hashes.get(size, ())[evident // size :]
+            self.predicted.computed(engine, lacked, now)
             if tokens >= 2 * size and all(rank.knowledge is Knowledge.COMPLETE for rank in ranks):
-                ranks[0].computed(now)
+                told = self.index.match(lacked[-1:])  # events may be faster than the answer
+                if not any(rank.holder.bit in told for rank in ranks):
+                    ranks[0].computed(now)
 
     def failed_on(self, engine: Engine, hashes: Mapping[int, Sequence[int]]) -> None:
         self.predicted.failed(engine, hashes.get(self._size_of(engine), ()))

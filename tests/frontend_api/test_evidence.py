@@ -168,6 +168,17 @@ def test_an_engine_that_owes_events(ranks: int) -> None:
     assert fleet.standing()[0] is (State.EXACT if ranks == 1 else State.APPROXIMATE)
 
 
+def test_an_engine_whose_events_came_before_its_answer_owes_none() -> None:
+    fleet = Fleet("a1")
+    fleet.answer("a1")
+    asked = fleet.cache.prompt(prompt(1), None)
+    asked.sent(fleet.engine("a1"), fleet.now)
+    fleet.ranks("a1")[0].live(0, batch(stored(prompt(1))), fleet.now)
+    asked.computed(fleet.engine("a1"), fleet.now)
+    fleet.pass_time(OWED_SECONDS + 1.0)
+    assert fleet.standing() == (State.EXACT, {})
+
+
 def test_two_engines_that_claim_one_address_also_by_their_ranks() -> None:
     fleet = Fleet("a1", ranks=3)
     fleet.specs["a2"] = fleet.spec("a2", events="tcp://h:1012")
