@@ -12,6 +12,7 @@ from array import array
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.wire import Affinity, Result
 from frontend_api import flow
 from frontend_api.formats import openai
@@ -123,7 +124,11 @@ class Exchange:
             self._serve(tokens)
             return
         known = None if tokens is None else len(tokens)
-        estimate = charges.estimate(self.endpoint, self.request.body, known, key.tokens_per_minute)
+        try:
+            estimate = charges.estimate(self.endpoint, self.request.body, known, key.tokens_per_minute)
+        except InvalidInput as error:
+            self._refuse(error)
+            return
         self._hold = Hold(key, estimate, lambda refusal: self._admitted(refusal, tokens))
         self.router.limits.reserve(self._hold)
 
@@ -180,6 +185,8 @@ class Exchange:
                 self._start(step)
         except StopIteration as stop:
             self._finish(stop.value)
+        except InvalidInput as error:
+            self._refuse(error)
         except Exception:
             log.exception("defect in the router")
             self.crashed()
@@ -237,6 +244,10 @@ class Exchange:
         if place is not None:
             self.router.waiting.leave(place)
             self.account.waited(monotonic() - place.since)
+
+    def _refuse(self, error: InvalidInput) -> None:
+        self._close_flow()
+        self._finish(Problem(400, error.code, error.message, error.field))
 
     def crashed(self) -> None:
         """A defect of the router's own: the client is told, and nothing stays behind."""

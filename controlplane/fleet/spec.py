@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -162,7 +163,7 @@ def parse(document: Mapping[str, Any]) -> DeploymentSpec:
             field = f"{field}.{unknown[1]}" if field else unknown[1]
         wrong = re.match(r"Invalid enum value (.{1,60})", message)
         if wrong and field:
-            choices = type(getattr(RoutingPolicy(), field.rpartition(".")[2]))
+            choices: type[StrEnum] = type(getattr(RoutingPolicy(), field.rpartition(".")[2]))
             message = f"{wrong[1]} is none of {', '.join(choices)}"
         missing = re.search(r"missing required field `([^`]+)`", message)
         if missing:

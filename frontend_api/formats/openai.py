@@ -276,8 +276,14 @@ _FALSE = Raw(b"false")
 
 
 def prefill_body(endpoint: Endpoint, body: bytes) -> bytes:
-    """The client's body as the prefill engine gets it: one token, not streamed, KV kept for a remote reader."""
-    fields = _object.decode(body)
+    """The client's body as the prefill engine gets it: one token, not streamed, KV kept for a remote reader.
+
+    Raises `InvalidInput` for a body that is nested too deep.
+    """
+    try:
+        fields = _object.decode(body)
+    except RecursionError:  # the stack is a little higher here than where the body was read
+        raise InvalidInput("The body is nested too deep.") from None
     for name in ("stream_options", "min_tokens"):
         fields.pop(name, None)
     fields["stream"] = _FALSE

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Raw, Struct
 
+from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.wire import Result
 from frontend_api.formats.openai import Endpoint, Shape
 from frontend_api.observe.account import Account
@@ -50,13 +51,19 @@ _list = msgspec.json.Decoder(list[Raw])
 
 
 def estimate(endpoint: Endpoint, body: bytes, tokens: int | None, budget: int | None) -> Estimate:
-    """Before a request is served. `tokens`: of its prompt, if known. `budget`: the key's tokens per minute."""
+    """Before a request is served. `tokens`: of its prompt, if known. `budget`: the key's tokens per minute.
+
+    Raises `InvalidInput` for a body that is nested too deep.
+    """
     if endpoint.path == "/tokenize":  # asks an engine for nothing that counts
         return NOTHING
     prompt = tokens if tokens is not None else -(-len(body) // BYTES_PER_TOKEN)
     if not endpoint.generates:
         return Estimate(prompt, 0, 0)
-    fields = _lengths.decode(body)  # `openai.read_request` took it before
+    try:
+        fields = _lengths.decode(body)  # `openai.read_request` took it before
+    except RecursionError:  # with a stack that was a little lower
+        raise InvalidInput("The body is nested too deep.") from None
     asked = _length(endpoint, fields)
     sequences = _number(fields.n) or 1
     if endpoint.shape is Shape.TEXT:

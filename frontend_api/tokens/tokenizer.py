@@ -29,6 +29,8 @@ CACHE_BYTES = 64 << 20
 """Texts and ids kept per model, unless said otherwise: three quarters of segments, the rest of whole bodies."""
 AT_ONCE_CHARACTERS = 4_096
 """Text that is tokenised at once although it is not cached: about a millisecond."""
+MOST_BYTES = 8 << 20
+"""Of a body that is tokenised at all: about two million tokens. It takes up to 120 bytes of memory for each byte."""
 AT_ONCE_BYTES = 256 << 10
 """A larger body is not even read at once."""
 MARKS = 8
@@ -77,7 +79,10 @@ class Tokenizer:
             return None
 
     def at_once(self, endpoint: Endpoint, body: bytes) -> Ids[int] | Slow | None:
-        """As `token_ids` where that takes an event loop about a millisecond at most, else the work to be done elsewhere."""
+        """As `token_ids` where that takes an event loop about a millisecond at most, else the work to be done elsewhere. None also
+        for what is too long for any model."""
+        if len(body) > MOST_BYTES:
+            return None
         if len(body) > AT_ONCE_BYTES:
             return Slow(lambda: self.token_ids(endpoint, body))
         key = endpoint.path, xxh3_128_digest(body)

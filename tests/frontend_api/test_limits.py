@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import time
 from collections import Counter as Tally
@@ -535,3 +536,21 @@ async def test_a_cancelled_router_is_not_taken_for_a_late_counter() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not limits.away
+
+
+async def test_however_deep_a_body_is_nested_it_is_served_or_refused(
+    make_site: MakeSite, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is read several times, on stacks of different heights."""
+    site = await make_site(auth=True)
+    await site.engine("p", Role.PREFILL)
+    await site.engine("d", Role.DECODE)
+    site.publish()
+    limit(site, requests_per_minute=100_000)
+    statuses = set()
+    for depth in range(880, 1_000):
+        body = b'%b,"x":%b}' % (json.dumps(PROMPT).encode()[:-1], b"[" * depth + b"]" * depth)
+        statuses.add((await post(site, body=body)).status)
+    assert statuses == {200, 400}
+    assert "defect" not in caplog.text
+    await site.settled()

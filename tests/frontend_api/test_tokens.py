@@ -13,7 +13,7 @@ import pytest
 from frontend_api.formats.openai import ENDPOINTS
 from frontend_api.tokens import chat_template
 from frontend_api.tokens.model_folder import TokenizerUnusable
-from frontend_api.tokens.tokenizer import AT_ONCE_CHARACTERS, Slow, Tokenizer
+from frontend_api.tokens.tokenizer import AT_ONCE_CHARACTERS, MOST_BYTES, Slow, Tokenizer
 from tests.frontend_api.tiny_model import CHATML, EVERYTHING, tiny_tokenizer, write_model
 
 CHAT, TEXT, RESPONSES, MESSAGES = (
@@ -338,6 +338,13 @@ def test_a_huge_body_is_not_even_read_at_once(tokenizer: Tokenizer) -> None:
     slow = tokenizer.at_once(TEXT, request)
     assert isinstance(slow, Slow)
     assert slow.ids() == array("I", [1] * 600_000)
+
+
+def test_what_is_too_long_for_any_model_is_not_tokenised(tokenizer: Tokenizer) -> None:
+    request = body(prompt="")
+    most = request.replace(b'""', b'"%b"' % (b"a" * (MOST_BYTES - len(request))))
+    assert isinstance(tokenizer.at_once(TEXT, most), Slow)
+    assert tokenizer.at_once(TEXT, most + b" ") is None
 
 
 def test_the_cache_is_bounded(folder: Path) -> None:
