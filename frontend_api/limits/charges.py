@@ -93,7 +93,7 @@ def _number(value: Raw) -> int | None:
 
 def _prompts(prompt: Raw) -> int:
     text = bytes(prompt)
-    if text[:1] != b"[":
+    if text[:1] != b"[" or text[1:64].lstrip()[:1].isdigit():  # millions of token ids need not be counted
         return 1
     items = _list.decode(text)
     first = bytes(items[0])[:1] if items else b""

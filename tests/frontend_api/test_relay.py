@@ -10,6 +10,9 @@ import pytest
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import Result
+from frontend_api.formats import openai
+from frontend_api.formats.openai import ENDPOINTS
+from frontend_api.limits import charges
 from tests.frontend_api.client import PROMPT, Client, ask, events
 from tests.frontend_api.conftest import MakeSite, Site, until
 from tests.frontend_api.scripted import (
@@ -387,3 +390,24 @@ async def test_in_flight_is_counted_before_the_connection_and_prefill_until_deco
         steps[2].set()
         await client.chunk()
         await site.settled()
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["[1,2]", "[ 1 ,\n2 ]", "[1]", "[[1,2]]", "[[1],[2]]", "[1,[2]]", '["1","2"]', '["1"]', "[1.5,2]", "[-1,2]", "[1,null]", '[1,"2"]'],
+)  # fmt: skip
+def test_very_many_ids_are_taken_for_what_few_are(prompt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = b'{"model":"m","prompt":%b}' % prompt.encode()
+    endpoint = ENDPOINTS["/v1/completions"]
+    few = openai.read_request(endpoint, body).alone
+    monkeypatch.setattr(openai, "_LONG_IDS", 0)
+    assert openai.read_request(endpoint, body).alone == few
+
+
+def test_millions_of_ids_are_not_made_into_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai, "_list", None)
+    monkeypatch.setattr(charges, "_list", None)
+    body = b'{"model":"m","prompt":[%b]}' % b",".join([b"7"] * 50_000)
+    endpoint = ENDPOINTS["/v1/completions"]
+    assert openai.read_request(endpoint, body).alone is None
+    assert charges.estimate(endpoint, body, 50_000, None).output == charges.COMPLETION_OUTPUT
