@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 PROMPT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -44,6 +44,13 @@ class Client:
 
     def post(self, path: str, body: Any = None, **headers: str) -> None:
         self.send(request(path, body, **headers))
+
+    def pause(self) -> None:
+        """Take nothing until `resume`."""
+        cast(asyncio.Transport, self.writer.transport).pause_reading()
+
+    def resume(self) -> None:
+        cast(asyncio.Transport, self.writer.transport).resume_reading()
 
     async def head(self) -> Reply:
         """Status and headers; the body is still to come."""

@@ -208,7 +208,9 @@ async def test_a_slow_client_says_nothing_of_the_engine(make_site: MakeSite) -> 
     async with Client(site.port) as client:
         client.post(CHAT, {**PROMPT, "stream": True})
         await client.head()
+        client.pause()
         await until(lambda: any(exchange.held_back for exchange in site.router.exchanges))
+        client.resume()
         assert (await client.closed_or_done()).endswith(DONE)
     await site.settled()
     assert engine.step.measured == 0
