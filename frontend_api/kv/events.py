@@ -55,7 +55,7 @@ class Rank:
     ) -> None:
         self.index = index
         self.holder = index.add_holder()
-        self.block_size = block_size
+        self.block_size = self._said_size = block_size
         self.capacity = capacity
         self.batches = self.gaps = self.restarts = self.replays = 0
         self.heard_at: float | None = None
@@ -311,6 +311,7 @@ class Rank:
         self.index.show(self.holder)
         self._bounds.clear()
         self._debt.since = self._next = self._source = self._restored = None
+        self.block_size = self._said_size
         self._last = b""
         self._knowledge = Knowledge.UNHEARD
         self._stored = self._removed = 0

@@ -182,6 +182,20 @@ def test_a_lower_sequence_is_a_restart(first: int) -> None:
     )
 
 
+@pytest.mark.parametrize(("said", "trouble"), [(None, []), (SIZE, [Trouble.MISMATCH])])
+def test_a_restarted_engine_may_have_another_block_size_unless_one_was_said(
+    said: int | None, trouble: list[Trouble]
+) -> None:
+    line = Line(block_size=said)
+    line.publish(*run(0, 2))
+    line.replay()
+    assert line.depth == 3
+    line.buffer = [(0, batch(stored(0, block_size=2 * SIZE, token_ids=[*tokens(0), *tokens(1)])))]
+    line.check()
+    assert list(line.rank.trouble) == trouble
+    assert len(line.rank.holder.blocks) == (0 if said else 1)
+
+
 def test_without_a_replay_address_a_restart_starts_empty() -> None:
     line = Line(replays=False)
     line.live(*run(0, 4))
