@@ -21,8 +21,9 @@ import django
 import hypothesis
 import pytest
 
-# A shell's background job ignores Ctrl-C, and so would every program that the tests start.
+# A shell's background job ignores Ctrl-C, under nohup also the end of its terminal; so would every program that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 _OURS = ("REDIS_URL", "KEEP_ENGINES", "RUNTIME", "HF_TOKEN")
 for _name in [name for name in os.environ if name.startswith("TANDEM_") or name in _OURS]:
     if _name != "TANDEM_CACHE":  # the engine runtime is 3 GB: the suite shares the user's cache
