@@ -58,7 +58,6 @@ class Rank:
         self.block_size = self._said_size = block_size
         self.capacity = capacity
         self.batches = self.gaps = self.restarts = self.replays = 0
-        self.heard_at: float | None = None
         self.wanted: int | None = None
         """Ask for a replay from this sequence."""
         self._replays = replays
@@ -246,7 +245,7 @@ class Rank:
     # ---- the sequence
 
     def _heard(self, now: float) -> None:
-        self.heard_at = self._quiet_since = now
+        self._quiet_since = now
 
     def _begin(self, sequence: int) -> None:
         self._knowledge = Knowledge.COMPLETE if sequence == 0 else Knowledge.PARTIAL

@@ -148,9 +148,13 @@ def _tandem(
             raise SystemExit(f"{name} did not do what is said of it: {told}")
         if policy.mode is RoutingMode.KV and told["x-tandem-reason"] != "overlap":
             raise SystemExit(f"{name} did not choose by its index: {told}")
-        time.sleep(0.6)
-        if client.xlen(REQUESTS_STREAM) == 0:
-            raise SystemExit(f"{name} wrote no records")
+        await_true(
+            lambda: bool(client.exists(REQUESTS_STREAM)),
+            seconds=10,
+            process=process,
+            log=log,
+            what=f"{name} has written records",
+        )
 
 
 def _explained(port: int) -> httpx.Headers | None:
