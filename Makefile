@@ -17,11 +17,14 @@ help: ## list these
 		|| sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1   \2/p' Makefile
 
 up: product ## serve a real model, disaggregated (RUNTIME=sim: stand-in engines, within seconds)
+	@$(RUN) -m frontend_api.build --if-possible
 	@exec $(RUN) -m controlplane.up
 
 test: dev parts ## checks and tests, real vLLM and NIXL included, as CI does
 	@$(MAKE) --no-print-directory check
+	$(RUN) -m frontend_api.build
 	$(RUN) -m pytest --maxfail=10 -m "not real and not gpu" $(SUITE)
+	$(RUN) -m pytest --maxfail=10 -p tests.compiled tests/frontend_api
 	$(RUN) tests/controlplane/postgres.py $(RUN) -m pytest --maxfail=10 tests/controlplane
 	$(RUN) -m pytest --maxfail=10 -m "real$$(command -v nvidia-smi >/dev/null && echo ' or gpu')" tests
 
@@ -34,6 +37,7 @@ check: dev ## ruff, mypy, import rules, missing migrations
 		status=$$?; rm -rf $$home; exit $$status
 
 bench: dev ## measure the router
+	$(RUN) -m frontend_api.build
 	$(RUN) -m tests.bench.run
 
 soak: dev ## the flows (mixed load, restarts, kills) again and again (SOAK_SECONDS=600)

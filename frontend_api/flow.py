@@ -230,136 +230,196 @@ def serve(
     """The legs of one request. `alone`: why it must not be disaggregated. `clock`: monotonic seconds. `prompt`: its tokens
     and where they lie, if known. `session`: what it shares with those that are to go the same way. `loads`: of the other
     routers, to be looked at again where engines have limits. `queued`: others wait already, it is to wait behind them."""
-    avoid: set[Engine] = set()
-    stale: set[Engine] = set()
-    unavailable: Problem | PassOn | None = None
-    legs = strikes = 0
-    while legs < MAX_LEGS and strikes < MAX_STRIKES:
-        if queued:
-            trace.reason = Reason.ENGINES_FULL.value
-            told = yield Wait(alone is not None)
-            if not isinstance(told, Room):
-                assert isinstance(told, NoRoom)
-                return Problem(429, "engines_busy", told.message, None, RETRY_AFTER)
-            if told.deployment is None:
-                trace.reason = Reason.NO_ENGINE.value
-                return no_engine(deployment)
-            deployment, prompt, queued = told.deployment, told.prompt, False
-        choice = choose(deployment, now=clock(), alone=alone, avoid=avoid, prompt=prompt, session=session)
-        if choice.reason is Reason.ENGINES_FULL:
-            queued = True
-            continue
-        if choice.decode is None:
-            if unavailable is not None:  # the record keeps the choice that failed
-                return unavailable
-            trace.reason = choice.reason.value
-            return no_engine(deployment)
-        if choice.fallback:
-            if deployment.routing.on_prefill_failure is OnPrefillFailure.FAIL:
-                trace.reason = choice.reason.value
-                return unavailable or no_prefill(deployment, choice.reason)
-            trace.fallback, trace.cause = True, trace.cause or choice.reason.value
-        trace.note(choice, prompt)
-        if trace.explain:
-            trace.weighed = explain_costs(deployment, choice, now=clock(), avoid=avoid)
-        if choice.prefill is None:
-            reader = Reader(choice.decode, prompt, clock)
-            with reader:
-                if _crowded(deployment, loads, clock, choice.decode):
-                    queued = True
-                    continue
-                legs += 1
-                outcome = yield Decode(choice.decode, None, choice.decode in stale)
-                if isinstance(outcome, Began):
-                    choice.decode.answered()
-                    reader.read(learn=outcome.token and not outcome.whole)
-                    if not outcome.whole:
-                        _learn_step(choice.decode, (yield None), clock)
-                    return None
-            strikes += _struck(outcome)
-            unavailable = _after(outcome, choice.decode, avoid, stale, clock())
-            if isinstance(unavailable, PassOn) and unavailable.final:
-                return unavailable
-            continue
+    return _Way(deployment, alone, trace, clock, prompt, session, loads, queued).go()
 
-        prefill = choice.prefill
-        reader = Reader(prefill, prompt, clock)
-        decode: Engine | None = choice.decode
-        with (
-            reader as reading,
-            carrying(choice.decode) as writing,
-        ):  # decode is sure to be needed: count it at once
-            if _crowded(deployment, loads, clock, prefill, choice.decode):
-                queued = True
+
+class _Way:
+    """One request: what it wants, and what it has tried so far."""
+
+    __slots__ = (
+        "alone", "avoid", "clock", "deployment", "legs", "loads", "prompt", "queued", "session", "stale", "strikes", "trace",
+        "verdict",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        alone: Reason | None,
+        trace: Trace,
+        clock: Callable[[], float],
+        prompt: Prompt | None,
+        session: bytes | None,
+        loads: Loads | None,
+        queued: bool,
+    ) -> None:
+        self.deployment = deployment
+        self.alone = alone
+        self.trace = trace
+        self.clock = clock
+        self.prompt = prompt
+        self.session = session
+        self.loads = loads
+        self.queued = queued
+        self.avoid: set[Engine] = set()
+        self.stale: set[Engine] = set()
+        self.legs = self.strikes = 0
+        self.verdict: Verdict = None
+        """What the client hears if nothing more can be tried."""
+
+    def go(self) -> Flow:
+        trace = self.trace
+        while self.legs < MAX_LEGS and self.strikes < MAX_STRIKES:
+            if self.queued:
+                trace.reason = Reason.ENGINES_FULL.value
+                told = yield Wait(self.alone is not None)
+                if not isinstance(told, Room):
+                    assert isinstance(told, NoRoom)
+                    return Problem(429, "engines_busy", told.message, None, RETRY_AFTER)
+                if told.deployment is None:
+                    trace.reason = Reason.NO_ENGINE.value
+                    return no_engine(self.deployment)
+                self.deployment, self.prompt, self.queued = told.deployment, told.prompt, False
+            choice = self._choose()
+            if choice.reason is Reason.ENGINES_FULL:
+                self.queued = True
                 continue
-            legs += 1
-            outcome = yield Prefill(prefill, prefill in stale)
+            if choice.decode is None:
+                if self.verdict is not None:  # the record keeps the choice that failed
+                    return self.verdict
+                trace.reason = choice.reason.value
+                return no_engine(self.deployment)
+            if choice.fallback:
+                if self.deployment.routing.on_prefill_failure is OnPrefillFailure.FAIL:
+                    trace.reason = choice.reason.value
+                    return self.verdict or no_prefill(self.deployment, choice.reason)
+                trace.fallback, trace.cause = True, trace.cause or choice.reason.value
+            trace.note(choice, self.prompt)
+            if trace.explain:
+                trace.weighed = explain_costs(self.deployment, choice, now=self.clock(), avoid=self.avoid)
+            if choice.prefill is None:
+                over = yield from self._one_leg(choice.decode)
+            else:
+                over = yield from self._two_legs(choice.prefill, choice.decode)
+            if over:
+                return self.verdict
+        return self.verdict or no_engine(self.deployment)
+
+    def _one_leg(self, engine: Engine) -> Generator[Step, Outcome, bool]:
+        """Returns whether the request is over, with `verdict`; so does the next."""
+        reader = Reader(engine, self.prompt, self.clock)
+        with reader:
+            if self._crowded(engine):
+                self.queued = True
+                return False
+            self.legs += 1
+            outcome = yield Decode(engine, None, engine in self.stale)
+            if isinstance(outcome, Began):
+                engine.answered()
+                reader.read(learn=outcome.token and not outcome.whole)
+                if not outcome.whole:
+                    self._learn_step(engine, (yield None))
+                self.verdict = None
+                return True
+        return self._gave_nothing(engine, outcome)
+
+    def _two_legs(self, prefill: Engine, decode: Engine) -> Generator[Step, Outcome, bool]:
+        reader = Reader(prefill, self.prompt, self.clock)
+        with reader, carrying(decode) as writing:  # decode is sure to be needed: count it at once
+            if self._crowded(prefill, decode):
+                self.queued = True
+                return False
+            self.legs += 1
+            outcome = yield Prefill(prefill, prefill in self.stale)
             if not isinstance(outcome, Prefilled):
-                strikes += _struck(outcome)
-                unavailable = _after(outcome, prefill, avoid, stale, clock())
-                if isinstance(unavailable, PassOn) and unavailable.final:
-                    return unavailable
-                trace.cause = _cause(outcome)
-                continue
+                over = self._gave_nothing(prefill, outcome)
+                if not over:
+                    self.trace.cause = _cause(outcome)
+                return over
             prefill.answered()
             reader.read(learn=True)
             if outcome.params is None:
-                alone = Reason.PREFILL_FAILED
-                if deployment.routing.on_prefill_failure is OnPrefillFailure.FAIL:
-                    trace.reason = alone.value
-                    return Problem(502, "prefill_failed", "The prefill engine answered without KV parameters.")
-                trace.fallback, trace.cause = True, "no-params"
-                continue
-            trace.stranded += 1
-            while decode is not None and legs < MAX_LEGS and clock() - outcome.at < LEASE_SECONDS - LEASE_MARGIN:
-                legs += 1
-                trace.decode = decode.id
-                sent_at = clock()
+                self.alone = Reason.PREFILL_FAILED
+                if self.deployment.routing.on_prefill_failure is OnPrefillFailure.FAIL:
+                    self.trace.reason = self.alone.value
+                    message = "The prefill engine answered without KV parameters."
+                    self.verdict = Problem(502, "prefill_failed", message)
+                    return True
+                self.trace.fallback, self.trace.cause = True, "no-params"
+                return False
+            return (yield from self._hand_over(outcome, prefill, decode, reader, writing))
+
+    def _hand_over(
+        self, prefilled: Prefilled, prefill: Engine, decode: Engine, reader: Reader, writing: carrying
+    ) -> Generator[Step, Outcome, bool]:
+        """The decode leg, on one engine after another as long as the params can be used."""
+        trace, prompt, clock = self.trace, self.prompt, self.clock
+        trace.stranded += 1
+        while self.legs < MAX_LEGS and clock() - prefilled.at < LEASE_SECONDS - LEASE_MARGIN:
+            self.legs += 1
+            trace.decode = decode.id
+            sent_at = clock()
+            if prompt is not None:
+                prompt.sent(decode, sent_at)
+            trace.stranded -= 1
+            answer = yield Decode(decode, prefilled.params, decode in self.stale)
+            if isinstance(answer, Lost) and not answer.sent:
+                trace.stranded += 1
+            if isinstance(answer, Began):
+                decode.answered()
+                reader.load.release()
                 if prompt is not None:
-                    prompt.sent(decode, sent_at)
-                trace.stranded -= 1
-                answer = yield Decode(decode, outcome.params, decode in stale)
-                if isinstance(answer, Lost) and not answer.sent:
-                    trace.stranded += 1
-                if isinstance(answer, Began):
-                    decode.answered()
-                    reading.release()
-                    if prompt is not None:
-                        prompt.computed(decode, clock())
-                    if not answer.whole:
-                        if prompt is not None and answer.token:
-                            now = clock()
-                            decode.pull.learn(fetched(decode, prompt), now - sent_at - decode.step.pace, now)
-                        _learn_step(decode, (yield None), clock)
-                    return None
-                strikes += _struck(answer)
-                unavailable = _after(answer, decode, avoid, stale, clock())
-                if prompt is not None:
-                    prompt.failed(decode)
-                if isinstance(unavailable, PassOn) and unavailable.final:
-                    return unavailable
-                if not isinstance(answer, Lost) or answer.sent:
-                    break  # the params may be spent
-                again = choose(deployment, now=clock(), avoid=avoid, prefill=prefill, prompt=prompt, session=session)
-                decode = None if again.fallback else again.decode
-                if decode is not None:
-                    writing.move(decode)
-    return unavailable or no_engine(deployment)
-
-
-def _learn_step(engine: Engine, outcome: Outcome, clock: Callable[[], float]) -> None:
-    if isinstance(outcome, Ended):
-        engine.step.learn(outcome.steps, outcome.seconds, clock())
-
-
-def _crowded(deployment: Deployment, loads: Loads | None, clock: Callable[[], float], *taken: Engine) -> bool:
-    """Whether an engine just taken is over its limit, as another router took it at the same moment."""
-    limit = deployment.routing.max_in_flight
-    if limit is None:
+                    prompt.computed(decode, clock())
+                if not answer.whole:
+                    if prompt is not None and answer.token:
+                        now = clock()
+                        decode.pull.learn(fetched(decode, prompt), now - sent_at - decode.step.pace, now)
+                    self._learn_step(decode, (yield None))
+                self.verdict = None
+                return True
+            over = self._gave_nothing(decode, answer)
+            if prompt is not None:
+                prompt.failed(decode)
+            if over:
+                return True
+            if not isinstance(answer, Lost) or answer.sent:
+                break  # the params may be spent
+            again = self._choose(prefill)
+            if again.fallback or again.decode is None:
+                break
+            decode = again.decode
+            writing.move(decode)
         return False
-    if loads is not None:
-        loads.look(clock())
-    return any(engine.load > limit for engine in taken)
+
+    def _choose(self, prefill: Engine | None = None) -> Choice:
+        """`prefill`: it has read the prompt already. Then `alone` is no matter."""
+        return choose(
+            self.deployment,
+            now=self.clock(),
+            alone=self.alone if prefill is None else None,
+            avoid=self.avoid,
+            prefill=prefill,
+            prompt=self.prompt,
+            session=self.session,
+        )
+
+    def _crowded(self, *taken: Engine) -> bool:
+        """Whether an engine just taken is over its limit, as another router took it at the same moment."""
+        limit = self.deployment.routing.max_in_flight
+        if limit is None:
+            return False
+        if self.loads is not None:
+            self.loads.look(self.clock())
+        return any(engine.load > limit for engine in taken)
+
+    def _gave_nothing(self, engine: Engine, outcome: Outcome) -> bool:
+        """Draw the consequences of a leg. Returns whether no other engine would answer otherwise."""
+        self.strikes += _struck(outcome)
+        verdict = self.verdict = _after(outcome, engine, self.avoid, self.stale, self.clock())
+        return isinstance(verdict, PassOn) and verdict.final
+
+    def _learn_step(self, engine: Engine, outcome: Outcome) -> None:
+        if isinstance(outcome, Ended):
+            engine.step.learn(outcome.steps, outcome.seconds, self.clock())
 
 
 def _after(outcome: Outcome, engine: Engine, avoid: set[Engine], stale: set[Engine], now: float) -> Problem | PassOn:

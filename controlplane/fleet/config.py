@@ -46,6 +46,7 @@ class Config(Struct, frozen=True, kw_only=True):
     url: str = "http://127.0.0.1:8000"
     api_key: str = ""
     key: str = ""
+    compiled: Literal["auto", "never", "always"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def home_path(self) -> Path:
@@ -101,6 +102,11 @@ VARIABLES = (
     Variable("TANDEM_URL", "url", "Control plane that the `tandem` command talks to."),
     Variable("TANDEM_API_KEY", "api_key", "Manage key of the `tandem` command.", True),
     Variable("TANDEM_KEY", "key", "Inference key of `tandem bench`.", True),
+    Variable(
+        "TANDEM_COMPILED",
+        "compiled",
+        "Whether the router runs compiled: auto (where `python -m frontend_api.build` did its work), never or always.",
+    ),
     Variable("TANDEM_LOG_LEVEL", "log_level", "debug, info, warning or error."),
 )
 

@@ -11,9 +11,10 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import UNSET, Raw, Struct
+from msgspec import UNSET, Raw
 
 from controlplane.fleet.errors import InvalidInput
+from frontend_api.formats.fields import ABSENT, ErrorReply, Metadata, PrefillReply, Reply, RequestFields
 from frontend_api.routing.reason import Reason
 
 OWNED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "data_parallel_rank")
@@ -58,52 +59,20 @@ ENDPOINTS = {
 }
 
 
-_ABSENT = Raw(b"")
 _LONG_IDS = 64 << 10
 """Bytes."""
 UNREADABLE = (msgspec.MsgspecError, RecursionError)
 """JSON that is none, is of another kind, or is nested too deep to be read."""
 
 
-class _Fields(Struct):
-    model: str | None = None
-    n: Any = None
-    best_of: Any = None
-    use_beam_search: Any = None
-    messages: Raw = _ABSENT
-    input: Raw = _ABSENT
-    prompt: Raw = _ABSENT
-    prompt_embeds: Any = None
-    prompt_logprobs: Any = None
-    echo: Any = None
-    background: Any = None
-    cache_salt: Any = None
-    previous_response_id: Any = None
-    stream: Raw = _ABSENT
-    stream_options: Raw = _ABSENT
-    max_tokens: Raw = _ABSENT
-    max_completion_tokens: Raw = _ABSENT
-    max_output_tokens: Raw = _ABSENT
-    min_tokens: Raw = _ABSENT
-    user: Any = None
-    metadata: Raw = _ABSENT
-    vllm_xargs: Any = None
-    kv_transfer_params: Any = UNSET
-    ec_transfer_params: Any = UNSET
-    data_parallel_rank: Any = UNSET
-
-
-_fields = msgspec.json.Decoder(_Fields)
+_fields = msgspec.json.Decoder(RequestFields)
+_metadata = msgspec.json.Decoder(Metadata)
+_prefill_reply = msgspec.json.Decoder(PrefillReply)
+_reply = msgspec.json.Decoder(Reply)
+_error_reply = msgspec.json.Decoder(ErrorReply)
 _object = msgspec.json.Decoder(dict[str, Raw])
 _list = msgspec.json.Decoder(list[Any])
 _encode = msgspec.json.encode
-
-
-class _Metadata(Struct):
-    user_id: Any = None
-
-
-_metadata = msgspec.json.Decoder(_Metadata)
 
 
 class Ask(NamedTuple):
@@ -118,7 +87,7 @@ class Ask(NamedTuple):
     """What the answering engine's body gets besides, so that the stream ends with its counts; empty: the client asked for
     them itself, or the endpoint has them anyway, or gives none."""
     user: Any = None
-    metadata: Raw = _ABSENT
+    metadata: Raw = ABSENT
 
 
 def read_request(endpoint: Endpoint, body: bytes) -> Ask:
@@ -166,7 +135,7 @@ def user_of(endpoint: Endpoint, ask: Ask) -> str | None:
     return user if isinstance(user, str) and user else None
 
 
-def _check_owned(fields: _Fields) -> None:
+def _check_owned(fields: RequestFields) -> None:
     for name in OWNED_FIELDS:
         if getattr(fields, name) is not UNSET:
             raise InvalidInput(f"{name}: this field is set by the router; remove it", field=name)
@@ -175,7 +144,7 @@ def _check_owned(fields: _Fields) -> None:
             raise InvalidInput(f"{where}: this is set by the router; remove it", field=where)
 
 
-def _alone(endpoint: Endpoint, fields: _Fields) -> Reason | None:
+def _alone(endpoint: Endpoint, fields: RequestFields) -> Reason | None:
     if endpoint.shape is Shape.PLAIN:
         return Reason.RELAYED
     n, best_of = fields.n, fields.best_of
@@ -214,9 +183,9 @@ _PLAIN_SWITCH = frozenset((b"", b"null", b"false", b"true"))
 _ASK_COUNTS = b',"stream_options":{"include_usage":true}'
 
 
-def _metering(fields: _Fields) -> bytes:
+def _metering(fields: RequestFields) -> bytes:
     """The field that asks for a stream's counts, where the client did not. What it gave besides is kept."""
-    if fields.stream_options is _ABSENT:
+    if fields.stream_options is ABSENT:
         return _ASK_COUNTS
     given = bytes(fields.stream_options)
     if given == b"null":
@@ -225,30 +194,30 @@ def _metering(fields: _Fields) -> bytes:
         options = _object.decode(given)
     except msgspec.MsgspecError:  # the engine's to refuse
         return b""
-    if bytes(options.get("include_usage", _ABSENT)) not in (b"", b"null", b"false"):
+    if bytes(options.get("include_usage", ABSENT)) not in (b"", b"null", b"false"):
         return b""
-    if bytes(options.pop("continuous_usage_stats", _ABSENT)) not in _PLAIN_SWITCH:
+    if bytes(options.pop("continuous_usage_stats", ABSENT)) not in _PLAIN_SWITCH:
         return b""  # without counts it says nothing; with them every chunk would have some
     options["include_usage"] = _TRUE
     return b',"stream_options":%b' % _encode(options)
 
 
-def _is_plain(endpoint: Endpoint, fields: _Fields) -> bool:
+def _is_plain(endpoint: Endpoint, fields: RequestFields) -> bool:
     """Whether prefill and decode judge the request alike: the prompt is there, and the fields that the prefill leg leaves out
     or replaces are of the kind that every engine takes. Else KV would be kept for a request that decode then refuses, or
     the refusal would speak of a body that the client never sent."""
     shape = endpoint.shape
     if (
         fields.input if shape is Shape.RESPONSES else fields.prompt if shape is Shape.TEXT else fields.messages
-    ) is _ABSENT:
+    ) is ABSENT:
         return False
-    if fields.stream is not _ABSENT and bytes(fields.stream) not in _PLAIN_SWITCH:
+    if fields.stream is not ABSENT and bytes(fields.stream) not in _PLAIN_SWITCH:
         return False
-    if fields.stream_options is not _ABSENT:
+    if fields.stream_options is not ABSENT:
         options = bytes(fields.stream_options)
         if options != b"null" and (bytes(fields.stream) != b"true" or not _are_plain_options(options)):
             return False
-    if fields.min_tokens is not _ABSENT and not bytes(fields.min_tokens).isdigit():
+    if fields.min_tokens is not ABSENT and not bytes(fields.min_tokens).isdigit():
         return False
     if shape is Shape.RESPONSES:
         return _is_limit(fields.max_output_tokens)
@@ -263,11 +232,11 @@ def _are_plain_options(text: bytes) -> bool:
     except msgspec.MsgspecError:
         return False
     names = ("include_usage", "continuous_usage_stats")
-    return all(bytes(options.get(name, _ABSENT)) in _PLAIN_SWITCH for name in names)
+    return all(bytes(options.get(name, ABSENT)) in _PLAIN_SWITCH for name in names)
 
 
 def _is_limit(value: Raw) -> bool:
-    if value is _ABSENT:
+    if value is ABSENT:
         return True
     text = bytes(value)
     return (text.isdigit() and text != b"0") or text == b"null"
@@ -309,13 +278,6 @@ def answer_body(body: bytes, metering: bytes, params: bytes | None) -> bytes:
     if params is not None:
         return b'%b%b,"kv_transfer_params":%b}' % (body[: body.rindex(b"}")], metering, params)
     return b"%b%b}" % (body[: body.rindex(b"}")], metering) if metering else body
-
-
-class _PrefillReply(Struct):
-    kv_transfer_params: Raw = Raw(b"null")
-
-
-_prefill_reply = msgspec.json.Decoder(_PrefillReply)
 
 
 def read_params(reply: bytes) -> bytes | None:
@@ -360,15 +322,6 @@ class Usage:
 def _count(counts: dict[str, Any], name: str, other: str, before: int | None) -> int | None:
     value = counts.get(name, counts.get(other))
     return value if type(value) is int and 0 <= value <= _COUNTABLE else before
-
-
-class _Reply(Struct):
-    usage: Any = None
-    kv_transfer_params: Any = None
-    ec_transfer_params: Any = None
-
-
-_reply = msgspec.json.Decoder(_Reply)
 
 
 def read_reply(body: bytes, usage: Usage) -> bytes:
@@ -446,21 +399,12 @@ def error_event(problem: Problem, shape: Shape) -> bytes:
     return b"data: %b\n\n" % error_body(problem)
 
 
-class _ErrorReply(Struct):
-    error: Any = None
-    detail: Any = None
-    message: Any = None
-
-
-_error_reply = msgspec.json.Decoder(_ErrorReply)
-
-
 def shaped_error(status: int, body: bytes, shape: Shape) -> bytes:
     """An engine's error reply, passed on untouched where it is shaped rightly, else put into the shape."""
     try:
         reply = _error_reply.decode(body)
     except UNREADABLE:
-        reply = _ErrorReply()
+        reply = ErrorReply()
     if isinstance(reply.error, dict) and "message" in reply.error:
         if shape is Shape.MESSAGES and not body.startswith(b'{"type":"error"'):
             return _encode({"type": "error", "error": reply.error})

@@ -11,8 +11,9 @@ import re
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, Raw, Struct
+from msgspec import Raw
 
+from frontend_api.formats.fields import Event
 from frontend_api.formats.openai import OWNED_FIELDS, UNREADABLE, Shape, Usage, without, without_owned
 
 MAX_EVENT = 16 << 20
@@ -34,19 +35,7 @@ _TRIES = 8
 _BLANK_LINE = re.compile(rb"(\r?\n\r?\n)")
 
 
-class _Event(Struct):
-    type: Any = None
-    choices: Any = None
-    usage: Any = UNSET
-    error: Any = None
-    message: Any = None
-    response: Any = None
-    system_fingerprint: Raw = Raw(b"null")
-    kv_transfer_params: Any = None
-    ec_transfer_params: Any = None
-
-
-_event = msgspec.json.Decoder(_Event)
+_event = msgspec.json.Decoder(Event)
 _object = msgspec.json.Decoder(dict[str, Raw])
 
 
@@ -174,7 +163,7 @@ class EventReader:
             return self.waiting() + event + end
         return self._as_unasked(event, end, fields) if self._unasked else event + end
 
-    def _as_unasked(self, event: bytes, end: bytes, fields: _Event) -> bytes:
+    def _as_unasked(self, event: bytes, end: bytes, fields: Event) -> bytes:
         if fields.choices == []:
             if not isinstance(fields.usage, dict):
                 return event + end

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from time import monotonic, perf_counter
+from typing import Any, NamedTuple
 
 import httptools
-from msgspec import Struct
 
 from controlplane.fleet.wire import SnapshotKey
 from frontend_api.formats.openai import Problem
 from frontend_api.http.heads import Head, head_of
 
 
-class Limits(Struct, frozen=True):
+class Limits(NamedTuple):
     """Sizes in bytes, times in seconds."""
 
     head_bytes: int = 32 << 10
@@ -79,7 +79,7 @@ class RequestReader:
     def __init__(self, limits: Limits, judge: Callable[[Request], Problem | None]) -> None:
         self._limits = limits
         self._judge = judge
-        self._parser = httptools.HttpRequestParser(self)
+        self._parser: Any = httptools.HttpRequestParser(self)
         self.requests: deque[Request] = deque()
         """Whole requests that nobody has taken yet."""
         self.broken: Problem | None = None
@@ -167,7 +167,7 @@ class RequestReader:
     def close(self) -> None:
         """Hold nothing any more. Parser and reader refer to each other: without this, bodies would stay in memory until
         the collector comes by, which it does for the number of objects and not for their size."""
-        del self._parser
+        self._parser = None
         self.requests.clear()
         self._body = []
         self._request = Request()

@@ -47,8 +47,8 @@ _DEFECT = Problem(500, "internal_error", "The router failed; its log has the rea
 _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 
 
-class ClientConnection(asyncio.Protocol):
-    """One client connection."""
+class ClientConnection:
+    """One client connection: an `asyncio.Protocol`, not by inheritance, which would keep a compiler from making much of it."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -287,7 +287,10 @@ class Server:
     async def listen(self, sock: socket.socket) -> None:
         """Accept on a socket that is bound already."""
         loop = asyncio.get_running_loop()
-        self._listener = await loop.create_server(lambda: ClientConnection(self), sock=sock, backlog=2048)
+        self._listener = await loop.create_server(self._connection, sock=sock, backlog=2048)
+
+    def _connection(self) -> asyncio.Protocol:
+        return cast(asyncio.Protocol, ClientConnection(self))
 
     def admit(self, entrance: Entrance) -> None:
         """Serve the connections that the parent accepts."""
@@ -305,7 +308,7 @@ class Server:
 
     async def _take(self, entrance: Entrance, sock: socket.socket) -> None:
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(lambda: ClientConnection(self), sock)
+            await asyncio.get_running_loop().connect_accepted_socket(self._connection, sock)
         except OSError as error:
             log.info("A connection was gone before it could be served: %s", error)
             sock.close()

@@ -97,8 +97,8 @@ class Leg:
             self.connection.resume()
 
 
-class Connection(asyncio.Protocol):
-    """One TCP connection to an engine."""
+class Connection:
+    """One TCP connection to an engine: an `asyncio.Protocol`, not by inheritance (see `ClientConnection`)."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -245,6 +245,14 @@ class Connection(asyncio.Protocol):
         else:
             self._fail(Broken.RESET)
 
+    def eof_received(self) -> None:
+        """The transport is closed after it."""
+
+    def pause_writing(self) -> None:
+        """An engine that takes a request slowly: it is bounded, and waits in memory."""
+
+    def resume_writing(self) -> None: ...
+
     def _finish(self, keep: bool) -> None:
         leg, self.leg = self.leg, None
         assert leg is not None
@@ -364,16 +372,17 @@ class Pool:
     async def _connect(self, leg: Leg, request: bytes) -> None:
         loop = asyncio.get_running_loop()
         kind = Broken.CONNECT
-        connection: Connection | None = None
+        connection = Connection(self)
+        protocol = cast(asyncio.Protocol, connection)
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                _, connection = await loop.create_connection(lambda: Connection(self), self.host, self.port)
+                await loop.create_connection(lambda: protocol, self.host, self.port)
         except TimeoutError:
             kind = Broken.CONNECT_TIMEOUT
         except OSError:
             pass
         receiver = leg.receiver
-        if connection is not None and connection.usable:
+        if connection.usable:
             if receiver is not None:
                 connection.send(leg, request)
             else:

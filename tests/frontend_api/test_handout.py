@@ -10,7 +10,7 @@ from time import monotonic
 
 import pytest
 
-from frontend_api.__main__ import bind
+from frontend_api.command import bind
 from frontend_api.processes import handout
 from frontend_api.processes.handout import AT_ONCE, Entrance, Handout
 

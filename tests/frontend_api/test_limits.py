@@ -28,6 +28,7 @@ from tests.frontend_api.client import PROMPT, Client, ask
 from tests.frontend_api.client import Reply as Answer
 from tests.frontend_api.conftest import MakeSite, Site, until
 from tests.frontend_api.scripted import (
+    PARAMS,
     ROLE,
     STREAM_HEAD,
     Heard,
@@ -543,8 +544,14 @@ async def test_however_deep_a_body_is_nested_it_is_served_or_refused(
 ) -> None:
     """It is read several times, on stacks of different heights."""
     site = await make_site(auth=True)
-    await site.engine("p", Role.PREFILL)
-    await site.engine("d", Role.DECODE)
+
+    async def answer(
+        heard: Heard, writer: asyncio.StreamWriter
+    ) -> None:  # reads nothing: it would have limits of its own
+        writer.write(unary(chat_reply(kv_transfer_params=PARAMS)))
+
+    await site.engine("p", Role.PREFILL, answer)
+    await site.engine("d", Role.DECODE, answer)
     site.publish()
     limit(site, requests_per_minute=100_000)
     statuses = set()

@@ -40,7 +40,7 @@ from controlplane.fleet.wire import (
     encode,
 )
 from frontend_api import standalone
-from frontend_api.__main__ import bind, options, parser
+from frontend_api.command import bind, options, parser
 from tests.conftest import RedisServer, free_port
 from tests.frontend_api.client import PROMPT, Client, ask
 from tests.frontend_api.conftest import KEYS, until

@@ -1,0 +1,45 @@
+"""`python -m frontend_api.compile SETTINGS FOLDER SOURCE …`: mypyc and the C compiler, for `build`, in a copy of the source."""
+
+from __future__ import annotations
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from mypyc.build import mypycify
+from setuptools import setup
+from setuptools._distutils.compilers.C.base import Compiler
+
+
+def _compile_side_by_side(self: Compiler, sources: list[str], **given: Any) -> list[str]:
+    """As the method it replaces, which compiles one file after the other."""
+    _, objects, extra, flags, build = self._setup_compile(
+        given["output_dir"], given["macros"], given["include_dirs"], sources, given["depends"], given["extra_postargs"]
+    )
+    arguments = self._get_cc_args(flags, given["debug"], None)
+
+    def compile_one(target: str) -> None:
+        self._compile(target, *build[target], arguments, extra, flags)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_one, build))
+    return list(objects)
+
+
+if __name__ == "__main__":
+    Compiler.compile = _compile_side_by_side
+    settings, made, *modules = sys.argv[1:]
+    sys.argv = ["setup.py", "-q", "build_ext", "--build-lib", made]
+    # One library: calls between modules are C calls. More than -O1 takes longer and gains nothing.
+    setup(
+        name="tandem-router",
+        packages=[],
+        ext_modules=mypycify(
+            [f"--config-file={settings}", *modules],
+            opt_level="1",
+            debug_level="0",
+            multi_file=True,
+            group_name="tandem_router",
+        ),
+    )

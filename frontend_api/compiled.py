@@ -1,0 +1,63 @@
+"""The router's modules as `python -m frontend_api.build` has compiled them, if it has: the same code at less CPU.
+
+They lie in the user's cache, in a folder named by what they were made of, so that they can never be older than the source
+beside them: a changed source is run as Python until it is compiled anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import sysconfig
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+PACKAGE = Path(__file__).parent
+MODULES = (
+    "exchange", "flow", "gate", "legs",
+    "formats.openai", "formats.sse",
+    "http.heads", "http.outbox", "http.reading", "http.server", "http.upstream",
+    "kv.blocks", "kv.events", "kv.evidence", "kv.index", "kv.names", "kv.predict",
+    "limits.answers", "limits.reserve", "limits.use", "limits.windows",
+    "observe.account",
+    "routing.choice", "routing.costs", "routing.gossip", "routing.loads", "routing.rates", "routing.reason", "routing.view",
+    "routing.waiting",
+    "tokens.kept", "tokens.lanes", "tokens.prompts", "tokens.segments", "tokens.store", "tokens.tokenizer",
+)  # fmt: skip
+"""What runs for each request, each chunk and each event. No classes of msgspec are in them: it has to make those itself."""
+COMPILER = "mypy==2.4.1"
+"""Whose mypyc does it."""
+SUFFIX: str = sysconfig.get_config_var("EXT_SUFFIX")
+
+
+def folder(cache: Path) -> Path:
+    """Where this source's compiled modules lie for this Python, once they are made."""
+    digest = hashlib.sha256(f"{COMPILER} {SUFFIX} {sys.version}".encode())
+    for source in sorted([*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "controlplane" / "fleet").glob("*.py")]):
+        digest.update(b"%b\0%b\0" % (str(source.relative_to(PACKAGE.parent)).encode(), source.read_bytes()))
+    return cache / "router" / digest.hexdigest()[:20]
+
+
+def use(cache: Path) -> bool:
+    """From now on import what is compiled; whether something is. Call it before any of `MODULES` is imported."""
+    made = folder(cache)
+    if not made.is_dir():
+        return False
+    sys.meta_path.insert(0, _Finder(made))
+    return True
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self, made: Path) -> None:
+        files = {file.relative_to(made).as_posix(): file for file in made.rglob("*" + SUFFIX)}
+        self._files = {name.removesuffix(SUFFIX).replace("/", "."): file for name, file in files.items()}
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        file = self._files.get(name)
+        return spec_from_file_location(name, file, loader=ExtensionFileLoader(name, str(file))) if file else None
