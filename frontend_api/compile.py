@@ -11,6 +11,8 @@ from mypyc.build import mypycify
 from setuptools import setup
 from setuptools._distutils.compilers.C.base import Compiler
 
+from frontend_api.compiled import LIBRARY
+
 
 def _compile_side_by_side(self: Compiler, sources: list[str], **given: Any) -> list[str]:
     """As the method it replaces, which compiles one file after the other."""
@@ -22,7 +24,8 @@ def _compile_side_by_side(self: Compiler, sources: list[str], **given: Any) -> l
     def compile_one(target: str) -> None:
         self._compile(target, *build[target], arguments, extra, flags)
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    workers = min(8, len(os.sched_getaffinity(0)))  # a container may have many cores and little memory
+    with ThreadPoolExecutor(workers) as pool:
         list(pool.map(compile_one, build))
     return list(objects)
 
@@ -40,6 +43,6 @@ if __name__ == "__main__":
             opt_level="1",
             debug_level="0",
             multi_file=True,
-            group_name="tandem_router",
+            group_name=LIBRARY,
         ),
     )

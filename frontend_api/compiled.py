@@ -31,30 +31,43 @@ MODULES = (
 """What runs for each request, each chunk and each event. No classes of msgspec are in them: it has to make those itself."""
 COMPILER = "mypy==2.4.1"
 """Whose mypyc does it."""
+LIBRARY = "tandem_router"
+"""All of them, compiled. What takes a module's place only points into it."""
 SUFFIX: str = sysconfig.get_config_var("EXT_SUFFIX")
 
 
-def folder(cache: Path) -> Path:
-    """Where this source's compiled modules lie for this Python, once they are made."""
+def folder(cache: Path, root: Path = PACKAGE.parent) -> Path:
+    """Where the compiled modules of this source lie for this Python, once they are made."""
     digest = hashlib.sha256(f"{COMPILER} {SUFFIX} {sys.version}".encode())
-    for source in sorted([*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "controlplane" / "fleet").glob("*.py")]):
-        digest.update(b"%b\0%b\0" % (str(source.relative_to(PACKAGE.parent)).encode(), source.read_bytes()))
+    folders = root / "frontend_api", root / "controlplane" / "fleet"
+    for source in sorted(source for folder in folders for source in folder.rglob("[!.]*.py")):
+        digest.update(b"%b\0%b\0" % (bytes(source.relative_to(root)), source.read_bytes()))
     return cache / "router" / digest.hexdigest()[:20]
 
 
+def files(made: Path) -> dict[str, Path]:
+    """What such a folder has, by the name it is imported under."""
+    names = [*(f"frontend_api.{module}" for module in MODULES), f"{LIBRARY}__mypyc"]
+    return {name: made / (name.replace(".", "/") + SUFFIX) for name in names}
+
+
+def whole(made: Path) -> bool:
+    """All or nothing: compiled code that meets an uncompiled neighbour crashes."""
+    return all(file.is_file() for file in files(made).values())
+
+
 def use(cache: Path) -> bool:
-    """From now on import what is compiled; whether something is. Call it before any of `MODULES` is imported."""
+    """From now on import what is compiled; whether it is. Call it before any of `MODULES` is imported."""
     made = folder(cache)
-    if not made.is_dir():
+    if not whole(made):
         return False
-    sys.meta_path.insert(0, _Finder(made))
+    sys.meta_path.insert(0, _Finder(files(made)))
     return True
 
 
 class _Finder(MetaPathFinder):
-    def __init__(self, made: Path) -> None:
-        files = {file.relative_to(made).as_posix(): file for file in made.rglob("*" + SUFFIX)}
-        self._files = {name.removesuffix(SUFFIX).replace("/", "."): file for name, file in files.items()}
+    def __init__(self, files: dict[str, Path]) -> None:
+        self._files = files
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
