@@ -17,7 +17,7 @@ help: ## list these
 		|| sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1   \2/p' Makefile
 
 up: product ## serve a real model, disaggregated (RUNTIME=sim: stand-in engines, within seconds)
-	@$(RUN) -m frontend_api.build --if-possible
+	@test "$(RUNTIME)" = sim || $(RUN) -m frontend_api.build --if-possible
 	@exec $(RUN) -m controlplane.up
 
 test: dev parts ## checks and tests, real vLLM and NIXL included, as CI does
@@ -38,7 +38,7 @@ check: dev ## ruff, mypy, import rules, missing migrations
 
 bench: dev ## measure the router
 	$(RUN) -m frontend_api.build
-	$(RUN) -m tests.bench.run
+	$(RUN) -m tests.bench
 
 soak: dev ## the flows (mixed load, restarts, kills) again and again (SOAK_SECONDS=600)
 	@end=$$(($$(date +%s) + $${SOAK_SECONDS:-600})); \

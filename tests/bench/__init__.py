@@ -1,1 +1,1 @@
-"""What the router costs, measured beside nginx with the same stub engine and the same load: `python -m tests.bench.run`."""
+"""What the router costs, measured beside nginx with the same stub engine and the same load: `python -m tests.bench`."""

@@ -1,8 +1,7 @@
-"""`python -m tests.bench.micro`: the KV index, the choice and the tokeniser, each alone. Best of several tries."""
+"""The KV index, the choice and the tokeniser, each alone. Best of several tries."""
 
 from __future__ import annotations
 
-import json
 import random
 import tempfile
 import tracemalloc
@@ -128,7 +127,3 @@ def measured(*, brief: bool = False) -> dict[str, object]:
         "choose_us_64_engines_100_blocks": _choice(),
         "tokenise": _tokeniser((1_200, 16_000) if brief else (1_200, 16_000, 128_000)),
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(measured(), indent=2))

@@ -168,10 +168,14 @@ def _notes(figures: Figures) -> list[str]:
     return notes + [f"{name}: {count} requests failed." for name, count in figures["errors"].items()]
 
 
+def _as_what(figures: Figures) -> str:
+    return "compiled" if figures["compiled"] else "not compiled"
+
+
 def text(figures: Figures) -> str:
     """For a terminal."""
     parts = [
-        f"{figures['machine']}; {figures['connections']} connections; {figures['seconds']} s",
+        f"{figures['machine']}; the router is {_as_what(figures)}; {figures['connections']} connections; {figures['seconds']} s",
         *(_plain(rows(figures)) for rows in (_rows, _sizes, _micro, _verdicts)),
         *_notes(figures),
     ]
@@ -181,8 +185,8 @@ def text(figures: Figures) -> str:
 def markdown(figures: Figures) -> str:
     """For ARCHITECTURE.md."""
     said = (
-        f"Measured {figures['date']} on {figures['machine']}; {figures['connections']} connections; medians of rounds in which "
-        f"the routers took turns. Load average of the machine over five minutes, this run included: "
+        f"Measured {figures['date']} on {figures['machine']}; our router {_as_what(figures)}; {figures['connections']} connections; "
+        f"medians of rounds in which the routers took turns. Load average of the machine over five minutes, this run included: "
         f"{figures['load_average']}."
     )
     parts = [said, *(_markdown(rows(figures)) for rows in (_verdicts, _rows, _sizes, _micro)), *_notes(figures)]

@@ -1,4 +1,4 @@
-"""`python -m tests.bench.run [--out FILE] [--quick]`: what routers cost on one core, ours and those installed beside it.
+"""What routers cost on one core, ours and those installed beside it.
 
 All get the same load and the same stub engines, one after the other in rounds, so that what else the machine does hits all
 alike; figures are medians over the rounds. CPU is what the scheduler says the router's processes ran
@@ -181,8 +181,8 @@ def machine() -> str:
     return f"{os.cpu_count()} cores of {cpu}, Linux, Python {platform.python_version()}"
 
 
-def measured(plan: Plan, only: frozenset[str]) -> dict[str, object]:
-    """Start what is there, measure, stop it."""
+def measured(plan: Plan, only: frozenset[str], *, compiled: bool) -> dict[str, object]:
+    """Start what is there, measure, stop it. `compiled`: the router is, here and in its own processes."""
     routers.environment()
     began = time.monotonic()
     cores = Cores.shared_out()
@@ -206,6 +206,7 @@ def measured(plan: Plan, only: frozenset[str]) -> dict[str, object]:
         found = Run(plan, up, bench).all()
     return {
         "machine": machine(),
+        "compiled": compiled,
         "date": time.strftime("%Y-%m-%d"),
         "connections": CONNECTIONS,
         "seconds": round(time.monotonic() - began),
@@ -217,8 +218,8 @@ def measured(plan: Plan, only: frozenset[str]) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(*, compiled: bool) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--quick", action="store_true", help="well under a minute, and rough")
@@ -226,13 +227,9 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], metavar="ROUTER", help="these alone (may be repeated)")
     given = parser.parse_args()
     plan = SMOKE if given.smoke else QUICK if given.quick else DEFAULT
-    figures = measured(plan, frozenset(given.only))
+    figures = measured(plan, frozenset(given.only), compiled=compiled)
     if given.out:
         given.out.write_text(json.dumps(figures, indent=2) + "\n")
     print(report.text(figures))
     if any(name in routers.OURS or name == "direct" for name in figures["errors"]):  # type: ignore[attr-defined]
         raise SystemExit("some requests failed: the figures mean nothing")
-
-
-if __name__ == "__main__":
-    main()
