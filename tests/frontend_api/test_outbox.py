@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
-from frontend_api.http.outbox import Outbox
+import pytest
+
+from frontend_api.http.outbox import ENOUGH, Outbox
 
 
 class _Transport:
@@ -20,18 +22,44 @@ class _Transport:
         return self.closing
 
 
-async def test_the_first_write_of_a_turn_leaves_at_once_and_the_others_at_its_end_in_their_order() -> None:
+async def test_the_first_write_leaves_at_once_and_the_others_in_their_order_after_a_turn_without_more() -> None:
     log: list[bytes] = []
     one, other = (cast(asyncio.Transport, _Transport(log)) for _ in range(2))
     outbox = Outbox()
-    for turn in (b"1", b"2"):
+    for time in (b"1", b"2"):
         log.clear()
-        outbox.write(one, turn + b"a")
-        outbox.write(other, turn + b"b")
-        outbox.write(one, turn + b"c")
-        assert log == [turn + b"a"]
+        outbox.write(one, time + b"a")
+        outbox.write(other, time + b"b")
         await asyncio.sleep(0)
-        assert log == [turn + b"a", turn + b"b", turn + b"c"]
+        outbox.write(one, time + b"c")
+        await asyncio.sleep(0)
+        assert log == [time + b"a"]
+        await asyncio.sleep(0)
+        assert log == [time + b"a", time + b"b", time + b"c"]
+
+
+async def test_one_write_a_turn_leaves_at_once() -> None:
+    log: list[bytes] = []
+    outbox = Outbox()
+    for number in range(5):
+        outbox.write(cast(asyncio.Transport, _Transport(log)), b"%d" % number)
+        assert len(log) == number + 1
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("each_turn", [1, 3, ENOUGH + 1])
+async def test_however_much_comes_it_is_not_held_for_ever(each_turn: int) -> None:
+    log: list[bytes] = []
+    transport = cast(asyncio.Transport, _Transport(log))
+    outbox = Outbox()
+    outbox.write(transport, b"first")
+    written = 0
+    while len(log) == 1:
+        for _ in range(each_turn):
+            outbox.write(transport, b"more")
+        written += each_turn
+        await asyncio.sleep(0)
+    assert len(log) == 1 + written < 1 + ENOUGH + each_turn
 
 
 async def test_flush_holds_nothing_back_and_writes_nothing_twice() -> None:
