@@ -95,7 +95,7 @@ def _compile(source: Path) -> Path:
     command = [sys.executable, "-m", "frontend_api.compile", str(settings), str(made), *sources]
     result = subprocess.run(command, cwd=source, capture_output=True, text=True, errors="replace", check=False)
     if result.returncode:
-        lines = (result.stdout + result.stderr).strip().splitlines()
+        lines = [line for line in (result.stdout + result.stderr).splitlines() if ": warning: " not in line]
         raise Impossible("\n  ".join([f"The compiler failed ({result.returncode}):", *lines[-12:]]))
     return made
 
@@ -110,10 +110,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m frontend_api.build", description=(__doc__ or "").partition(":")[2])
     parser.add_argument("--if-possible", action="store_true", help="where it cannot be done, say so and succeed")
     given = parser.parse_args()
-    if (
-        signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN
-    ):  # `make` hands it to us alone: the compiler has to end too
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # `make` hands them to us alone: the compiler has to end too
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, signal.default_int_handler)
     try:
         settings = config.load()
         if given.if_possible and settings.compiled == "never":

@@ -34,15 +34,15 @@ if __name__ == "__main__":
     Compiler.compile = _compile_side_by_side
     settings, made, *modules = sys.argv[1:]
     sys.argv = ["setup.py", "-q", "build_ext", "--build-lib", made]
-    # One library: calls between modules are C calls. More than -O1 takes longer and gains nothing.
-    setup(
-        name="tandem-router",
-        packages=[],
-        ext_modules=mypycify(
+    try:
+        # One library: calls between modules are C calls. More than -O1 takes longer and gains nothing.
+        extensions = mypycify(
             [f"--config-file={settings}", *modules],
             opt_level="1",
             debug_level="0",
             multi_file=True,
             group_name=LIBRARY,
-        ),
-    )
+        )
+    except OSError as error:  # a full disk
+        sys.exit(str(error))
+    setup(name="tandem-router", packages=[], ext_modules=extensions)
