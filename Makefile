@@ -17,7 +17,7 @@ help: ## list these
 		|| sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1   \2/p' Makefile
 
 up: product ## serve a real model, disaggregated (RUNTIME=sim: stand-in engines, within seconds)
-	@test "$(RUNTIME)" = sim || $(RUN) -m frontend_api.build --if-possible
+	@test "$(RUNTIME)" = sim || exec $(RUN) -m frontend_api.build --if-possible
 	@exec $(RUN) -m controlplane.up
 
 test: dev parts ## checks and tests, real vLLM and NIXL included, as CI does
