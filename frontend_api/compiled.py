@@ -7,9 +7,11 @@ beside them: a changed source is run as Python until it is compiled anew.
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import sysconfig
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import spec_from_file_location
@@ -61,6 +63,8 @@ def use(cache: Path) -> bool:
     made = folder(cache)
     if not whole(made):
         return False
+    with suppress(OSError):
+        os.utime(made)  # what is in use is not old
     sys.meta_path.insert(0, _Finder(files(made)))
     return True
 
