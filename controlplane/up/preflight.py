@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import os
 import shutil
 import socket
 from collections.abc import Iterable
@@ -37,23 +38,45 @@ def machine(config: Config) -> list[str]:
     if config.web_port == config.openai_port:
         objections.append(f"TANDEM_WEB_PORT and TANDEM_OPENAI_PORT are both {config.web_port}; choose two ports.")
     objections += disk(config.home_path(), "TANDEM_HOME", HOME_BYTES)
+    objections += cache(config)
     if config.runtime != "sim":
-        installed = any((config.cache_path() / "runtimes").glob("*"))
-        objections += disk(config.cache_path(), "TANDEM_CACHE", GIB if installed else RUNTIME_BYTES[config.runtime])
         objections += memory(memory_limit())
     return objections
 
 
+def cache(config: Config) -> list[str]:
+    """Objections to where engine runtimes and models go. Whoever finds a runtime there need not write one."""
+    try:
+        folder = config.cache_path()
+    except RuntimeError:
+        return ["This user has no home folder for engine runtimes and models; set TANDEM_CACHE to a folder for them."]
+    if config.runtime == "sim":
+        return []
+    existing = _existing(folder)
+    if existing == folder and any((folder / "runtimes").glob("*")):
+        return disk(folder, "TANDEM_CACHE", GIB)
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        return [
+            f"This user may not write in {existing}, and engine runtimes and models go to {folder}; "
+            "set TANDEM_CACHE to another folder."
+        ]
+    return disk(folder, "TANDEM_CACHE", RUNTIME_BYTES[config.runtime])
+
+
 def disk(folder: Path, variable: str, needed: int) -> list[str]:
     """An objection when the disk of `folder` has less than `needed` bytes free."""
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(_existing(folder)).free
     if free >= needed:
         return []
     return [
         f"The disk of {folder} has {free / GIB:.1f} GiB free and {needed / GIB:.1f} GiB are needed; "
         f"make room, or set {variable} to a folder on another disk."
     ]
+
+
+def _existing(folder: Path) -> Path:
+    """The nearest folder above it, or itself, that this user can see."""
+    return next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
 
 
 def memory(total: int) -> list[str]:

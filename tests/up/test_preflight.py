@@ -113,6 +113,32 @@ def test_a_full_disk_names_folder_and_variable(tmp_path: Path) -> None:
     assert preflight.disk(tmp_path, "TANDEM_CACHE", 1) == []
 
 
+def test_a_cache_that_cannot_be_written_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "RUNTIME_BYTES", {"auto": 1})
+    file = tmp_path / "file"
+    file.touch()
+    (objection,) = preflight.cache(Config(cache=str(file / "cache")))
+    assert f"may not write in {file}" in objection
+    assert "set TANDEM_CACHE" in objection
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    assert len(preflight.cache(Config(cache=str(tmp_path)))) == 1
+    (tmp_path / "runtimes" / "cpu-1").mkdir(parents=True)
+    assert preflight.cache(Config(cache=str(tmp_path))) == []
+
+
+def test_a_user_without_a_home_is_told_to_name_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", none)
+    (objection,) = preflight.cache(Config())
+    assert "no home folder" in objection
+    assert "set TANDEM_CACHE" in objection
+
+
 @pytest.mark.parametrize(("total", "objects"), [(2 * GIB, True), (24 * GIB, False)])
 def test_too_little_memory_points_to_stand_ins(total: int, objects: bool) -> None:
     objections = preflight.memory(total)
