@@ -37,7 +37,7 @@ check: dev ## ruff, mypy, import rules, missing migrations
 		status=$$?; rm -rf $$home; exit $$status
 
 bench: dev ## measure the router
-	$(RUN) -m frontend_api.build
+	$(RUN) -m frontend_api.build --if-possible
 	$(RUN) -m tests.bench
 
 soak: dev ## the flows (mixed load, restarts, kills) again and again (SOAK_SECONDS=600)
@@ -48,6 +48,7 @@ clean: ## remove the virtual environment and caches of this checkout, never the 
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info test-results
 	find . -name __pycache__ -not -path './.tandem/*' -prune -exec rm -rf {} +
 
+product: ## install Tandem into .venv and start nothing (for nodes, or for the router alone)
 product dev:
 	@test -n "$(PYTHON)" || { echo 'Tandem needs Python 3.11 or newer and found none: install it (Debian, Ubuntu:' \
 		'`apt-get install python3 python3-venv`), or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python' >&2; exit 1; }
@@ -55,8 +56,11 @@ product dev:
 		'$(PYTHON) is older or does not run: name another one, make $(MAKECMDGOALS) PYTHON=/path/to/python' >&2; exit 1; }
 	@exec $(PYTHON) controlplane/up/bootstrap.py $(filter dev,$@)
 
-parts:
+parts: dev
 	@missing=; \
+	command -v gcc >/dev/null || missing="$$missing gcc libc6-dev"; \
+	$(RUN) -c 'import os, sysconfig; os.stat(sysconfig.get_paths()["include"] + "/Python.h")' 2>/dev/null || \
+		missing="$$missing python3-dev"; \
 	command -v chromium >/dev/null || missing="$$missing chromium"; \
 	command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || missing="$$missing postgresql"; \
 	test -n "$$missing" || exit 0; \
