@@ -98,5 +98,5 @@ def test_a_missing_or_old_python_is_a_sentence(python: str, sentence: str, check
 def test_make_alone_lists_the_commands(checkout: Path) -> None:
     done = subprocess.run(["make"], cwd=checkout, capture_output=True, text=True, check=True, env=environment())
     assert [line.split()[1] for line in done.stdout.splitlines()] == [
-        "help", "up", "test", "check", "bench", "soak", "clean",
+        "help", "up", "test", "check", "bench", "soak", "clean", "product",
     ]  # fmt: skip
