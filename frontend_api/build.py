@@ -107,7 +107,9 @@ def _forget_old(builds: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m frontend_api.build", description=(__doc__ or "").partition(":")[2])
+    parser = argparse.ArgumentParser(
+        prog="python -m frontend_api.build", description="Compile the router's modules for this Python."
+    )
     parser.add_argument("--if-possible", action="store_true", help="where it cannot be done, say so and succeed")
     given = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGHUP):  # `make` hands them to us alone: the compiler has to end too

@@ -237,7 +237,8 @@ class Up:
     def _tell(self, answer: Answer, key: str) -> None:
         say = self.screen.say
         itl = f"{answer.itl * 1000:.0f} ms" if answer.itl is not None else "one token only"
-        moved = f"{_size(answer.bytes_moved)} of KV moved by NIXL" if answer.bytes_moved else "no KV transfer seen"
+        how = "moved between stand-ins" if self.config.runtime == "sim" else "moved by NIXL"
+        moved = f"{_size(answer.bytes_moved)} of KV {how}" if answer.bytes_moved else "no KV transfer seen"
         say("")
         say(f"  {QUESTION}", "dim")
         say(f"  {answer.text}", "bold")

@@ -137,8 +137,8 @@ class Connection:
         leg.last_byte_at = monotonic()
         assert self._transport is not None
         assert leg.receiver is not None
+        leg.receiver.sending()  # before: a write that wakes the engine may let it run first
         self._pool.outbox.write(self._transport, request)
-        leg.receiver.sending()
 
     @property
     def usable(self) -> bool:

@@ -125,7 +125,7 @@ def test_from_nothing_to_an_answer(up: MakeUp) -> None:
     assert re.search(r"user admin, password \S{20,}", said)
     assert f"Dashboard   http://127.0.0.1:{up.web_port}" in said
     assert f"OpenAI      http://127.0.0.1:{up.openai_port}/v1" in said
-    assert re.search(r"first token \d+ ms · between tokens \d+ ms · [\d.]+ [kM]B of KV moved by NIXL", said)
+    assert re.search(r"first token \d+ ms · between tokens \d+ ms · [\d.]+ [kM]B of KV moved between stand-ins", said)
     assert re.search(r"prefill smollm2-prefill-0-\w+ → decode smollm2-decode-0-\w+", said)
 
 
