@@ -8,7 +8,9 @@ from controlplane.fleet import config
 from frontend_api import build, compiled
 
 CACHE = config.load().cache_path()
-APART = ("test_bench.py", "test_compiled.py", "test_process.py")
+APART = (
+    "test_bench.py", "test_compiled.py", "test_differential.py", "test_limits_shared.py", "test_process.py", "test_standins.py",
+)  # fmt: skip
 """Their routers are processes of their own, which are compiled in every run."""
 
 build.build(CACHE)
