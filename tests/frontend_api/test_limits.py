@@ -545,9 +545,8 @@ async def test_however_deep_a_body_is_nested_it_is_served_or_refused(
     """It is read several times, on stacks of different heights."""
     site = await make_site(auth=True)
 
-    async def answer(
-        heard: Heard, writer: asyncio.StreamWriter
-    ) -> None:  # reads nothing: it would have limits of its own
+    async def answer(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        """Reads nothing: it would have limits of its own."""
         writer.write(unary(chat_reply(kv_transfer_params=PARAMS)))
 
     await site.engine("p", Role.PREFILL, answer)
