@@ -11,6 +11,9 @@ RUN := .venv/bin/python
 # Cheap ones first: a failure shows early.
 SUITE := tests/fleet tests/test_docs.py tests/workers tests/frontend_api tests/contract tests/controlplane tests/up tests/flows \
 	tests/browser
+# Two lanes, as tests mostly wait; a file's tests stay in one. Real engines fill the machine by themselves: one lane.
+LANES := -n 2 --dist loadfile
+PYTEST := $(RUN) -m pytest --maxfail=10
 
 help: ## list these
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null \
@@ -23,10 +26,10 @@ up: product ## serve a real model, disaggregated (RUNTIME=sim: stand-in engines,
 test: dev parts ## checks and tests, real vLLM and NIXL included, as CI does
 	@$(MAKE) --no-print-directory check
 	$(RUN) -m frontend_api.build
-	$(RUN) -m pytest --maxfail=10 -m "not real and not gpu" $(SUITE)
-	$(RUN) -m pytest --maxfail=10 -p tests.compiled tests/frontend_api
-	$(RUN) tests/controlplane/postgres.py $(RUN) -m pytest --maxfail=10 tests/controlplane
-	$(RUN) -m pytest --maxfail=10 -m "real$$(command -v nvidia-smi >/dev/null && echo ' or gpu')" tests
+	$(PYTEST) $(LANES) -m "not real and not gpu" $(SUITE)
+	$(PYTEST) $(LANES) -p tests.compiled tests/frontend_api
+	$(RUN) tests/controlplane/postgres.py $(PYTEST) $(LANES) tests/controlplane
+	$(PYTEST) -m "real$$(command -v nvidia-smi >/dev/null && echo ' or gpu')" tests
 
 check: dev ## ruff, mypy, import rules, missing migrations
 	$(RUN) -m ruff check .
