@@ -24,14 +24,14 @@ def messages(fields: Body, templates: Templates) -> Prompt:
     system = _system_texts(fields.get("system"))
     later = [message for message in given if type(message) is dict and message.get("role") == "system"]
     if merge:
-        system += [text for message in later for text in _inline_system(message)]
+        system += filter(None, map(_inline_system, later))
     converted: list[Message] = [{"role": "system", "content": "".join(system)}] if system else []
     for message in given:
         if type(message) is not dict or message.get("role") not in ("user", "assistant", "system"):
             raise Unknown("messages")
         if message["role"] != "system":
             converted += _converted(message)
-        elif not merge and (text := "".join(_inline_system(message))):
+        elif not merge and (text := _inline_system(message)):
             converted.append({"role": "system", "content": text})
     tools = fields.get("tools")
     if tools is not None:
@@ -88,11 +88,11 @@ def _system_texts(system: Any) -> list[str]:
     return _texts_of_blocks(system)
 
 
-def _inline_system(message: Body) -> list[str]:
+def _inline_system(message: Body) -> str:
     content = message.get("content")
     if type(content) is str:
-        return [content] if content and not content.startswith(BILLING) else []
-    return ["".join(_texts_of_blocks(content))]
+        return "" if content.startswith(BILLING) else content
+    return "".join(_texts_of_blocks(content))
 
 
 def _texts_of_blocks(content: Any) -> list[str]:

@@ -78,6 +78,7 @@ def chat(fields: Body, templates: Templates) -> Prompt:
         templates,
         tools=tools,
         fields=fields,
+        documents=fields.get("documents"),
         effort=fields.get("reasoning_effort"),
         generate=flag(fields, "add_generation_prompt", True),
         resume=flag(fields, "continue_final_message", False),
@@ -100,6 +101,7 @@ def conversation(
     *,
     tools: list[dict[str, Any]] | None,
     fields: Body,
+    documents: object = None,
     effort: object = None,
     generate: bool = True,
     resume: bool = False,
@@ -110,11 +112,11 @@ def conversation(
     if type(given) is not dict or not _RESERVED.isdisjoint(given):
         raise Unknown("chat_template_kwargs")
     variables = {name: value for name, value in given.items() if value is not None and value != "auto"}
-    documents = variables.pop("documents", None)
+    among = variables.pop("documents", None)
     for name in ("add_generation_prompt", "continue_final_message"):
         variables.pop(name, None)  # the request's own fields count
-    if fields.get("documents") is not None:
-        documents = fields["documents"]
+    if documents is None:
+        documents = among
     if documents is not None and not (type(documents) is list and all(type(d) is dict for d in documents)):
         raise Unknown("documents")
     if effort is not None:

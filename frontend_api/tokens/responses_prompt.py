@@ -56,7 +56,8 @@ def _add_item(messages: list[Message], item: Any) -> None:
     elif kind == "message" and item.get("role") in ("user", "system", "developer"):
         if item.get("content") is None:
             raise Unknown("input")
-        messages.append({"role": item["role"], "content": item["content"]})
+        refuse(item, "tools")
+        messages.append(item)
     elif kind == "function_call":
         refuse(item, "namespace")
         name, arguments, identity = (text_in(item.get(key), "input") for key in ("name", "arguments", "call_id"))

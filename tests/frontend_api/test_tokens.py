@@ -229,6 +229,9 @@ AS_CHAT: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     ),
     (MESSAGES, {"messages": [USER], "thinking": {"type": "disabled"}}, {"messages": [USER], "reasoning_effort": "none"}),
     (MESSAGES, {"messages": [USER, SYSTEM, USER]}, {"messages": [USER, SYSTEM, USER]}),
+    (RESPONSES, {"input": [{**USER, "name": "bob"}]}, {"messages": [{**USER, "name": "bob"}]}),
+    (RESPONSES, {"input": [USER], "documents": [{"text": "x"}]}, {"messages": [USER]}),
+    (MESSAGES, {"messages": [USER], "documents": [{"text": "x"}]}, {"messages": [USER]}),
 ]  # fmt: skip
 
 
