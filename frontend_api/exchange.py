@@ -202,7 +202,7 @@ class Exchange:
             receiver: PrefillLeg | AnswerLeg = PrefillLeg(self)
             body = openai.prefill_body(self.endpoint, body)
         else:
-            receiver = AnswerLeg(self)
+            receiver = AnswerLeg(self, step.engine)
             body = openai.answer_body(body, self._ask.metering, step.params)
         self.leg = pool.start(receiver, self._target, self._headers, body, fresh=step.fresh)
 

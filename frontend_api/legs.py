@@ -14,6 +14,7 @@ from frontend_api.formats import openai
 from frontend_api.formats.openai import Problem, Shape
 from frontend_api.formats.sse import EventReader, EventTooLong
 from frontend_api.http.upstream import Broken, Failure
+from frontend_api.routing.view import Engine
 
 if TYPE_CHECKING:
     from frontend_api.exchange import Exchange
@@ -69,10 +70,11 @@ class PrefillLeg:
 class AnswerLeg:
     """Relays the answering engine's reply: a stream as it comes, anything else once it is whole."""
 
-    __slots__ = ("_exchange", "_headers", "_parts", "_size", "_status", "_whole")
+    __slots__ = ("_engine", "_exchange", "_headers", "_parts", "_size", "_status", "_whole")
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, engine: Engine) -> None:
         self._exchange = exchange
+        self._engine = engine
         self._status = 0
         self._headers: list[tuple[bytes, bytes]] = []
         self._whole = False
@@ -90,7 +92,12 @@ class AnswerLeg:
                 if name == b"content-type" and value.startswith(b"text/event-stream"):
                     exchange = self._exchange
                     account = exchange.account
-                    account.reader = EventReader(exchange.endpoint.shape, account.usage, unasked=exchange.metered)
+                    account.reader = EventReader(
+                        exchange.endpoint.shape,
+                        account.usage,
+                        unasked=exchange.metered,
+                        fingerprint=self._engine.fingerprint,
+                    )
 
     def body(self, data: bytes, last: bool, framed: bytes = b"") -> None:
         exchange = self._exchange
@@ -150,6 +157,7 @@ class AnswerLeg:
             exchange.account.reader = None
             exchange.advance(flow.Lost(Broken.RESET, True))
         elif reader.done or reader.failed:
+            self._engine.fingerprint = reader.fingerprint or self._engine.fingerprint
             if not self._whole:
                 exchange.connection.send(b"", last=True)
             exchange.advance(flow.Ended(*(exchange.account.written() if not exchange.held_back else (0, 0.0))))

@@ -48,7 +48,8 @@ class EventReader:
 
     `unasked`: its counts were asked for by the router, not by the client, who gets the bytes that the engine would have sent
     without: not the event of counts, and the engine's fingerprint, which vLLM moves there, back in the event that ends a
-    choice. That one waits for the counts, which follow at once.
+    choice. That one waits for the counts where the fingerprint is not known yet: while other choices go on, they are long in
+    coming.
 
     An event that differs from one without marks in a text without quotes alone has none either: that is seen by comparing,
     which costs a fifth of looking for each mark.
@@ -56,10 +57,10 @@ class EventReader:
 
     __slots__ = (
         "_after", "_alike", "_at", "_before", "_end", "_ending", "_held", "_left", "_mark", "_tries", "_unasked", "done",
-        "failed", "texts", "usage",
+        "failed", "fingerprint", "texts", "usage",
     )  # fmt: skip
 
-    def __init__(self, shape: Shape, usage: Usage, *, unasked: bool = False) -> None:
+    def __init__(self, shape: Shape, usage: Usage, *, unasked: bool = False, fingerprint: bytes = b"") -> None:
         self._mark = _TEXT[shape]
         self._end = _ENDS.get(shape, b"[DONE]")
         self._held = b""
@@ -72,6 +73,8 @@ class EventReader:
         self._alike = 0
         """… and how many texts it counted for."""
         self._tries = _TRIES
+        self.fingerprint = fingerprint
+        """The engine's, as JSON; empty: not known."""
         self.usage = usage
         self.texts = 0
         """Events that carry text (a chat's first one carries only the role)."""
@@ -167,17 +170,21 @@ class EventReader:
         if fields.choices == []:
             if not isinstance(fields.usage, dict):
                 return event + end
-            self._ending = [_with_fingerprint(ending, bytes(fields.system_fingerprint)) for ending in self._ending]
+            self.fingerprint = bytes(fields.system_fingerprint)
+            self._ending = [_with_fingerprint(ending, self.fingerprint) for ending in self._ending]
             return self.waiting()
         if isinstance(fields.usage, dict):  # the engine gives counts whether asked or not
             self._unasked = False
             return self.waiting() + event + end
         if fields.usage is None:
             event = _rebuilt(event, without(_payload(event), ("usage",)))
+        event += end
         if _ends_a_choice(fields.choices):
-            self._ending.append(event + end)
+            if self.fingerprint:
+                return _with_fingerprint(event, self.fingerprint)
+            self._ending.append(event)
             return b""
-        return event + end
+        return event
 
 
 def _payload(event: bytes) -> bytes:

@@ -53,6 +53,7 @@ class Engine:
     __slots__ = (
         "cell",
         "cells",
+        "fingerprint",
         "freed",
         "health",
         "in_flight",
@@ -93,6 +94,8 @@ class Engine:
         """Writing one answer, token by token."""
         self.seed = xxh3_64_intdigest(spec.id.encode())
         """What tells it from others in the hash of a session: the same in every router."""
+        self.fingerprint = b""
+        """What it calls its `system_fingerprint`, as JSON; empty: not known."""
         self.health = Health.UP
         self.retry_at = 0.0
         """Monotonic time from which a DOWN engine may be tried when no other is left, and an OVERLOADED one again."""

@@ -233,6 +233,22 @@ async def test_stream(pair: Site) -> None:
     assert record.longest_gap is not None
 
 
+async def test_the_end_of_a_choice_waits_for_no_other_once_the_engine_is_known(make_site: MakeSite) -> None:
+    def ending(index: int, **more: Any) -> bytes:
+        return event({"choices": [{"index": index, "delta": {"content": "z"}, "finish_reason": "stop"}], **more})
+
+    async def two_choices(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        counts = event({"choices": [], "usage": USAGE, "system_fingerprint": "f"})
+        writer.write(STREAM_HEAD + framed(ROLE + ending(1) + chunk("a") + ending(0) + counts + DONE) + LAST)
+
+    site = await make_site()
+    await site.engine("a", Role.AGGREGATED, two_choices)
+    site.publish()
+    first, second = ending(1, system_fingerprint="f"), ending(0, system_fingerprint="f")
+    bodies = [(await ask(site.port, CHAT, {**PROMPT, "stream": True, "n": 2})).body for _ in range(2)]
+    assert bodies == [ROLE + chunk("a") + first + second + DONE, ROLE + first + chunk("a") + second + DONE]
+
+
 async def test_first_byte_leaves_before_the_last_arrives_and_gaps_are_measured(make_site: MakeSite) -> None:
     """Cases dyn-C7, peer-K12, peer-M6."""
     go_on = asyncio.Event()

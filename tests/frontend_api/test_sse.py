@@ -136,6 +136,17 @@ def test_counts_that_only_the_router_asked_for_stay_with_it(case: str, cuts: lis
     assert reader.waiting() == b""
 
 
+def test_where_the_fingerprint_is_known_no_choice_waits_for_another() -> None:
+    reader = EventReader(Shape.CHAT, Usage(), unasked=True, fingerprint=b'"vllm-0"')
+    sent = [piece("a"), piece("b", index=1), piece("last", "stop"), piece("c", index=1), piece("", "length", index=1)]
+    assert [reader.feed(event) for event in sent] == [
+        *sent[:2], piece("last", "stop", **MARK), sent[3], piece("", "length", index=1, **MARK)
+    ]  # fmt: skip
+    counts = data({"choices": [], "usage": COUNTED, "system_fingerprint": "vllm-1"})
+    assert reader.feed(counts + DONE) == DONE
+    assert reader.fingerprint == b'"vllm-1"', "it was replaced"
+
+
 def test_what_was_kept_back_is_not_lost_when_the_stream_breaks() -> None:
     reader = EventReader(Shape.CHAT, Usage(), unasked=True)
     assert reader.feed(piece("a") + piece("", "stop")) == piece("a")
