@@ -151,6 +151,8 @@ def test_no_page_is_wider_than_the_screen(page: Page, web: Web, demo: tuple[str,
         "from controlplane.access.roles import SYSTEM\n"
         "print(services.create_key(actor=SYSTEM, name='wide', scope='inference', limits=Limits(9**6, 9**9, 9**5, 10))[0].id)"
     )
+    far = f"far-{width}"
+    web.django(f"seed.deployment({far!r}, model='/models/{'of-a-long-name/' * 6}', pools={{'aggregated': 0}})")
     sign_in(page, "admin")
     tabs = ["", "logs/", "revisions/", "events/", "settings/"]
     for path in [
@@ -161,7 +163,7 @@ def test_no_page_is_wider_than_the_screen(page: Page, web: Web, demo: tuple[str,
         "/nodes/box/",
         "/keys/",
         f"/keys/{key}/",
-        *(f"/deployments/smollm2/{t}" for t in tabs),
+        *(f"/deployments/{name}/{t}" for name in ("smollm2", far) for t in tabs),
     ]:
         page.goto(path)
         assert page.evaluate("document.documentElement.scrollWidth") <= width, path
