@@ -90,6 +90,15 @@ def test_every_reason_for_a_lower_state_is_told() -> None:
     assert not [str(reason) for reason in reasons if reason not in known and f"`{reason}`" not in section]
 
 
+def test_every_reason_leads_to_the_state_that_is_told() -> None:
+    """`tests/frontend_api/test_evidence.py` holds the code to the same."""
+    told = dict(re.findall(r"`(\w[\w-]+)`(?=[^|\n]*\| ([a-z]+))", (ROOT / "ARCHITECTURE.md").read_text()))
+    for reason in (*Knowledge, *Bound, evidence.RANKS):
+        assert told.get(reason, "approximate") == "approximate", reason
+    for reason in (*Trouble, Tokenization.MISMATCH, evidence.MISCOUNT):
+        assert told[reason] == "degraded", reason
+
+
 def test_every_module_that_architecture_names_is_there() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
     rooms = [path.name for path in (ROOT / "frontend_api").iterdir() if path.is_dir()]

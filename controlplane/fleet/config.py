@@ -73,7 +73,11 @@ class Variable(NamedTuple):
 
 VARIABLES = (
     Variable("TANDEM_HOME", "home", "State folder: database, secrets, logs, engine records."),
-    Variable("TANDEM_CACHE", "cache", "Engine runtimes and models; default: `tandem` in the user's cache folder."),
+    Variable(
+        "TANDEM_CACHE",
+        "cache",
+        "Engine runtimes, models and the compiled router; default: `tandem` in the user's cache folder.",
+    ),
     Variable("TANDEM_BIND", "bind", "Address that the web server and the router listen on."),
     Variable("TANDEM_WEB_PORT", "web_port", "Port of the dashboard and REST API."),
     Variable("TANDEM_OPENAI_PORT", "openai_port", "Port of the OpenAI-compatible endpoint."),
@@ -82,7 +86,7 @@ VARIABLES = (
     Variable(
         "TANDEM_KV_INDEX_BLOCKS",
         "kv_index_blocks",
-        "KV blocks, counted once per engine, that a router process remembers of one deployment: 40 to 125 bytes each.",
+        "KV blocks, counted once per engine, that a router process remembers of one deployment: 40 to 130 bytes each.",
     ),
     Variable("RUNTIME", "runtime", "Engine runtime of this machine's node and of the demo: auto, sim, cpu or gpu."),
     Variable("KEEP_ENGINES", "keep_engines", "1: engines go on when `make up` stops, and are adopted by the next."),
