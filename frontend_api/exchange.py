@@ -67,7 +67,7 @@ class Exchange:
         self._deployment = deployment
         self._explain = request.headers.get(b"x-tandem-explain") == b"1"
         self.leg: Leg | None = None
-        self._slow = connection.slow  # what it was sent before may still be on its way
+        self._slow = False
         self.held_back = False
         """The client was slow at some time: the stream's pace is not the engine's."""
         self._over = False

@@ -450,7 +450,7 @@ def _after(outcome: Outcome, engine: Engine, avoid: set[Engine], stale: set[Engi
 
 def _struck(outcome: Outcome) -> bool:
     if isinstance(outcome, Lost):
-        return outcome.sent and outcome.kind is not Broken.STALE
+        return outcome.sent  # also on a kept connection: an engine that the request killed closes it like any other
     return isinstance(outcome, Replied) and outcome.status >= 500 and outcome.status not in OVERLOAD
 
 

@@ -96,6 +96,8 @@ class RequestReader:
         self._body_bytes = 0
         self._fed = 0
         """Bytes of the present head (later: of a chunked body) before the piece that is being read."""
+        self._bare = 0
+        """Bytes of a chunked body since the last piece that brought any of it."""
         self._piece = 0
         self._messages = 0
         """Whose bytes the piece may hold."""
@@ -126,6 +128,7 @@ class RequestReader:
     def _parse(self, data: bytes) -> None:
         self._piece = len(data)
         self._messages = int(self.in_message)
+        carried = self._body_bytes if self.in_message and not self.in_head else -1
         while data:
             try:
                 self._parser.feed_data(data)
@@ -144,10 +147,15 @@ class RequestReader:
             return
         if self._messages == 1:  # else most of the piece was earlier requests'
             self._fed += self._piece
+            self._bare = self._bare + self._piece if self._body_bytes == carried else 0
         if self.in_head:
             self._check_head(self._fed)
-        elif self._chunked and self._fed > 8 * self._limits.body_bytes + self._limits.head_bytes:
-            self._too_large()  # one-byte chunks and endless chunk extensions cost more than they carry
+        elif self._chunked:
+            limit = self._limits.head_bytes
+            if self._fed > 8 * self._limits.body_bytes + limit:
+                self._too_large()  # one-byte chunks and endless chunk extensions cost more than they carry
+            if self._bare > limit:  # the parser keeps a trailer until it has ended, and copies it with each piece
+                self._break(431, "header_too_large", f"The body's trailer is longer than {limit} bytes.")
 
     def late(self, now: float, last_read: float) -> bool:
         """Whether the present request comes too slowly. `last_read`: when its last piece came; both monotonic."""
@@ -212,7 +220,7 @@ class RequestReader:
         self._known = None
         self.began = monotonic()
         self._target = b""
-        self._fed = self._body_bytes = self._length = 0
+        self._fed = self._bare = self._body_bytes = self._length = 0
         self._chunked = False
 
     def on_url(self, url: bytes) -> None:
@@ -257,11 +265,12 @@ class RequestReader:
         request.path, _, request.query = target.partition(b"?")
         if self.broken is not None:
             return
-        if b"content-encoding" in headers:
+        encoding = headers.get(b"content-encoding")
+        if encoding is not None and encoding.lower() != b"identity":
             request.refusal = Problem(415, "content_encoding", "Send the body without a content encoding.")
         else:
             request.refusal = self._judge(request)
-        if b"expect" in headers:
+        if b"expect" in headers and not request.http10:
             self._read_expectation(headers[b"expect"])
 
     def _read_framing(self, headers: dict[bytes, bytes], http10: bool) -> None:

@@ -60,6 +60,7 @@ class ClientConnection:
         self._closing = False
         self._lingering = 0.0
         self._slow_since = 0.0
+        """Since when the client has not taken what it was sent; 0: it has."""
         self._paused_reading = False
         self._last_read = monotonic()
         self.exchange: Exchange | None = None
@@ -106,11 +107,6 @@ class ClientConnection:
         if last:
             self._done(self._must_close())
 
-    @property
-    def slow(self) -> bool:
-        """The client has not taken what it was sent so far: send no more than is on its way already."""
-        return self._slow_since > 0
-
     def cut(self) -> None:
         """Break off so that the client sees that its reply is not whole."""
         self._closing = True
@@ -137,17 +133,22 @@ class ClientConnection:
         self.current.body = b""  # an idle connection shall not hold it
         if close:
             self._close()
-        elif self._reader.requests or self._reader.broken is not None:
-            if self._reader.requests:  # that it waited for its turn is the client's doing
-                self._reader.requests[0].received_at = perf_counter()
+        elif self._reader.requests or self._reader.broken is not None or self._reader.wants_continue:
+            self._turn()
             asyncio.get_running_loop().call_soon(self._next)
         elif self._paused_reading:
             self._resume_reading()
 
     # ---- requests in their order
 
+    def _turn(self) -> None:
+        if self._reader.requests:  # that it waited for its turn is the client's doing
+            self._reader.requests[0].received_at = perf_counter()
+
     def _next(self) -> None:
-        while not self._busy and not self._closing:
+        while (
+            not self._busy and not self._closing and not self._slow_since
+        ):  # replies that nobody takes would fill the memory
             if self._reader.requests:
                 self.current = request = self._reader.requests.popleft()
                 self._busy = True
@@ -163,6 +164,9 @@ class ClientConnection:
             elif self._reader.broken is not None:
                 self._linger(self._reader.broken)
             else:
+                if self._reader.wants_continue:
+                    self._reader.wants_continue = False
+                    self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
                 break
         if self._paused_reading and not self._reader.full and not self._closing:
             self._resume_reading()
@@ -210,6 +214,7 @@ class ClientConnection:
 
     def eof_received(self) -> bool:
         self._gone()
+        self._outbox.flush()  # the transport closes now, and replies that are whole belong to the client
         return False
 
     def _gone(self) -> None:
@@ -227,6 +232,9 @@ class ClientConnection:
         self._slow_since = 0.0
         if self.exchange is not None:
             self.exchange.client_ready()
+        elif not self._busy:
+            self._turn()
+            self._next()
 
     def data_received(self, data: bytes) -> None:
         reader = self._reader
@@ -234,9 +242,6 @@ class ClientConnection:
             return
         self._last_read = monotonic()
         reader.feed(data)
-        if reader.wants_continue and not self._busy and not reader.requests:
-            reader.wants_continue = False
-            self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._next()
         if reader.requests and reader.full and self._transport is not None and not self._closing:
             self._paused_reading = True

@@ -141,6 +141,18 @@ async def test_a_request_that_breaks_engines_breaks_two_at_most(make_site: MakeS
     assert sum(len(engine.heard) for engine in site.engines.values()) == flow.MAX_STRIKES
 
 
+async def test_nor_does_it_over_kept_connections(make_site: MakeSite) -> None:
+    """The end of one may be the engine's own end."""
+    site = await aggregated(make_site, *[answer_well] * 4)
+    for _ in range(4):
+        await ask(site.port, CHAT, PROMPT)
+    for engine in site.engines.values():
+        assert len(engine.heard) == 1
+        engine.answer = says(b"", then="reset")
+    assert (await ask(site.port, CHAT, PROMPT)).status == 503
+    assert sum(len(engine.heard) - 1 for engine in site.engines.values()) == flow.MAX_STRIKES
+
+
 @pytest.mark.parametrize(
     "reply",
     [
@@ -607,7 +619,7 @@ async def test_slow_client_pauses_the_engine(make_site: MakeSite, pipelined: boo
             client.post(CHAT, PROMPT)
         client.post(CHAT, STREAM)
         before = -1
-        while before != written or not written:
+        while before != written or not (written or pipelined):  # what is behind is not even asked for
             before = written
             await asyncio.sleep(0.3)
         assert written < 40_000_000  # what four socket buffers hold

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import tracemalloc
+from contextlib import AsyncExitStack
 
 import pytest
 
@@ -227,6 +228,30 @@ async def test_what_waits_behind_a_slow_answer_is_bounded_in_bytes(make_site: Ma
         assert [(await client.reply()).status for _ in range(13)] == [200, *[404] * 12]
 
 
+async def test_replies_that_nobody_takes_wait_as_requests(alone: Site) -> None:
+    """Also those that need no engine: else a client without a key could fill the memory."""
+    nowhere = request("/" + "x" * 20_000)
+    async with Client(alone.port) as client:
+        client.pause()
+        client.send(nowhere * 2_000)
+        await until(lambda: any(connection._paused_reading for connection in alone.server.connections))
+        (connection,) = alone.server.connections
+        assert connection._transport is not None
+        assert connection._transport.get_write_buffer_size() < 16 << 20  # what was read in one turn
+        client.resume()
+        assert [(await client.reply()).status for _ in range(2_000)] == [404] * 2_000
+
+
+async def test_a_client_that_ends_its_side_gets_the_replies_that_are_whole(alone: Site) -> None:
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(Client(alone.port)) for _ in range(5)]
+        await until(lambda: len(alone.server.connections) == 5)
+        for client in clients:  # all of it waits for the next turn of the router's loop
+            client.send(request("/health"))
+            client.writer.write_eof()
+        assert [(await client.reply()).status for client in clients] == [200] * 5
+
+
 async def test_a_connection_that_is_gone_or_idle_holds_no_body(alone: Site) -> None:
     """The collector counts objects, not bytes: bodies that wait for it would fill the memory first."""
     large = request(CHAT, {"model": "no such", "user": "u" * (4 << 20)})
@@ -330,6 +355,23 @@ async def test_expect_continue(alone: Site) -> None:
         assert (await client.reply()).status == 200
 
 
+async def test_expect_continue_behind_another_request(alone: Site) -> None:
+    async with Client(alone.port) as client:
+        client.send(request(CHAT, PROMPT) + HEAD + SIZED + b"Expect: 100-continue\r\n\r\n")
+        assert (await client.reply()).status == 200
+        assert (await client.head()).status == 100
+        client.send(BODY)
+        assert (await client.reply()).status == 200
+
+
+async def test_http_1_0_knows_no_continue(alone: Site) -> None:
+    async with Client(alone.port) as client:
+        client.send(HEAD.replace(b"1.1", b"1.0") + SIZED + b"Expect: 100-continue\r\n\r\n")
+        await until(lambda: any(connection._reader.in_message for connection in alone.server.connections))
+        client.send(BODY)
+        assert (await client.reply()).status == 200
+
+
 async def test_expect_continue_refused_before_the_body(make_site: MakeSite) -> None:
     site = await make_site(auth=True)
     async with Client(site.port) as client:
@@ -377,6 +419,19 @@ async def test_head_limit(make_site: MakeSite) -> None:
         async with Client(site.port) as client:
             client.send(data)
             assert (await client.reply()).status == 431
+
+
+@pytest.mark.parametrize("trailer", [b"x" * 50_000, b"X: y\r\n" * 10_000], ids=["one", "many"])
+async def test_trailer_limit(alone: Site, trailer: bytes) -> None:
+    """The parser keeps each line of it until its end."""
+    async with Client(alone.port) as client:
+        client.send(HEAD + CHUNKED + b"\r\n" + IN_CHUNKS[:-2] + b"X: ")
+        for _ in range(20):
+            client.send(trailer)
+            await asyncio.sleep(0)
+        assert (await client.reply()).status == 431
+        assert await client.closed() == b""
+    assert alone.engines["a"].heard == []
 
 
 async def test_slow_heads_and_bodies_time_out(make_site: MakeSite) -> None:
@@ -444,7 +499,7 @@ async def test_a_client_that_takes_nothing_is_cut_off(make_site: MakeSite, strea
     async with Client(site.port) as client:
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         client.post(CHAT, {**PROMPT, "stream": stream})
-        await until(lambda: any(connection.slow for connection in site.server.connections))
+        await until(lambda: any(connection._slow_since for connection in site.server.connections))
         site.server.sweep(asyncio.get_running_loop().time() + site.server.limits.write_seconds - 5.0)
         assert len(site.server.connections) == 1
         site.server.sweep(asyncio.get_running_loop().time() + site.server.limits.write_seconds + 5.0)
