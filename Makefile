@@ -8,7 +8,7 @@ SHELL := /bin/sh
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 RUN := .venv/bin/python
-# Cheap ones first: a failure shows early.
+# All but tests/real. In lanes the files with the most tests come first, whatever stands first here.
 SUITE := tests/fleet tests/test_docs.py tests/workers tests/frontend_api tests/contract tests/controlplane tests/up tests/flows \
 	tests/browser
 # Two lanes, as tests mostly wait; a file's tests stay in one. Real engines fill the machine by themselves: one lane.
