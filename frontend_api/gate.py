@@ -7,6 +7,7 @@ its connection and goes to no engine. Unknown models and models that the key may
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF8
 from hashlib import sha256
 from ipaddress import ip_address
 from random import getrandbits
@@ -106,6 +107,7 @@ class Router:
             self._answer(request, connection)
             return
         request_id = _request_id(request)
+        request.body = request.body.removeprefix(BOM_UTF8)  # engines take it, our own reader does not
         try:
             ask = openai.read_request(endpoint, request.body)
             deployment = self._deployment(ask.model, request.key)

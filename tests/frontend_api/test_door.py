@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -93,7 +94,7 @@ async def test_model_ids_with_slashes(guarded: Site, path: str) -> None:
         (b"[]", None),
         (b'"m"', None),
         (b"\xff\xfe{\x00}\x00", None),  # UTF-16: an engine might read what the router cannot
-        (b'\xef\xbb\xbf{"model":"m"}', None),
+        (b'\xef\xbb\xbf\xef\xbb\xbf{"model":"m"}', None),
         (b'{"messages":[]}', "model"),
         (b'{"model":null}', "model"),
         (b'{"model":7}', "model"),
@@ -161,6 +162,12 @@ async def test_rank_headers_are_refused(pair: Site, name: str) -> None:
 
 async def test_compressed_bodies_are_refused(pair: Site) -> None:
     assert (await ask(pair.port, CHAT, PROMPT, Content_Encoding="gzip")).status == 415
+    assert (await ask(pair.port, CHAT, PROMPT, Content_Encoding="Identity")).status == 200
+
+
+async def test_a_byte_order_mark_is_no_part_of_the_body(pair: Site) -> None:
+    assert (await ask(pair.port, CHAT, b"\xef\xbb\xbf" + json.dumps(PROMPT).encode())).status == 200
+    assert [engine.heard[0].raw[:1] for engine in pair.engines.values()] == [b"{", b"{"]
 
 
 async def test_tokenize_may_leave_out_the_only_model(alone: Site) -> None:
