@@ -269,8 +269,13 @@ class Exchange:
     # ---- the client's connection
 
     def client_gone(self) -> None:
-        if not self._over:
-            self._close_flow()
+        if self._over:
+            return
+        self._close_flow()
+        reader = self.account.reader
+        if reader is not None and reader.done and not self._slow:  # clients close when they have read the last event
+            self._end(200, self.account.result(self.endpoint))
+        else:
             self._end(499, Result.ABORTED)
 
     def _close_flow(self) -> None:

@@ -114,6 +114,8 @@ class AnswerLeg:
         except EventTooLong:
             _too_long(exchange)
             return
+        if reader.done and reader.fingerprint:
+            self._engine.fingerprint = reader.fingerprint
         last = last and (reader.done or reader.failed)
         if not events and not last:
             return
@@ -157,7 +159,6 @@ class AnswerLeg:
             exchange.account.reader = None
             exchange.advance(flow.Lost(Broken.RESET, True))
         elif reader.done or reader.failed:
-            self._engine.fingerprint = reader.fingerprint or self._engine.fingerprint
             if not self._whole:
                 exchange.connection.send(b"", last=True)
             exchange.advance(flow.Ended(*(exchange.account.written() if not exchange.held_back else (0, 0.0))))

@@ -249,6 +249,24 @@ async def test_the_end_of_a_choice_waits_for_no_other_once_the_engine_is_known(m
     assert bodies == [ROLE + chunk("a") + first + second + DONE, ROLE + first + chunk("a") + second + DONE]
 
 
+@pytest.mark.parametrize("whole", [True, False])
+async def test_a_client_that_leaves_with_the_last_event_had_its_answer(make_site: MakeSite, whole: bool) -> None:
+    async def unended(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + framed(ROLE + chunk("a")) + (framed(DONE) if whole else b""))
+        await asyncio.Event().wait()
+
+    site = await make_site()
+    await site.engine("a", Role.AGGREGATED, unended)
+    site.publish()
+    async with Client(site.port) as client:
+        client.post(CHAT, {**PROMPT, "stream": True})
+        await client.head()
+        while (await client.chunk())[-len(DONE) :] != (DONE if whole else chunk("a")[-len(DONE) :]):
+            pass
+    await site.settled()
+    assert (site.record.result, site.record.status) == ((Result.OK, 200) if whole else (Result.ABORTED, 499))
+
+
 async def test_first_byte_leaves_before_the_last_arrives_and_gaps_are_measured(make_site: MakeSite) -> None:
     """Cases dyn-C7, peer-K12, peer-M6."""
     go_on = asyncio.Event()
