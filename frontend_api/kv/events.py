@@ -32,6 +32,10 @@ OWED_SECONDS = 10.0
 """From a computed prompt to the events that must tell of it."""
 WAITING = 10_000
 """Live batches kept during a replay; with more the oldest are lost, and the sequence shows it."""
+UNSTEADY = 5
+"""Restarts within …"""
+UNSTEADY_SECONDS = 600.0
+"""… which are those of no engine: events and replay come from different ones."""
 FILLED = 0.9
 """Share of a rank's blocks that must be known before nothing else is taken to be there: a few are never full."""
 
@@ -68,9 +72,12 @@ class Rank:
         self._last: bytes = b""
         """Digest of the batch before."""
         self._source: int | None = None
+        self._restarted_at: deque[float] = deque(maxlen=UNSTEADY)
         self._waiting: deque[tuple[int, bytes]] = deque(maxlen=WAITING)
         self._asked: int | None = None
         self._answered = False
+        self._unproved: set[tuple[int, bytes]] = set()
+        """Batches, by number and digest, that the replay must know: else another process has sent one of them."""
         self._checking = False
         """The replay is only to show whether something was missed."""
         self._missed = 0
@@ -97,6 +104,11 @@ class Rank:
         else:
             self._take(sequence, payload, now)
 
+    def disconnected(self) -> None:
+        """The publisher's connection has ended: what comes next may be another process's, also under the next number."""
+        if self._replays and self._next and self.wanted is None:
+            self.wanted = self._next - 1
+
     def asked(self) -> int:
         """The replay that is wanted is asked for now. Returns the sequence it begins at."""
         assert self.wanted is not None
@@ -113,6 +125,8 @@ class Rank:
             self._replay_ended(now)
             return
         self._answered = True
+        if self._unproved:
+            self._unproved.discard((sequence, xxh3_128_digest(payload)))
         if self.wanted is not None:
             return  # a restart was found on the way: another replay follows
         if self._restored is not None and self._next is not None and sequence >= self._next:
@@ -122,7 +136,7 @@ class Rank:
             self._apply(sequence, payload, now)
         elif sequence == self._next - 1:
             if xxh3_128_digest(payload) != self._last:
-                self._restarted()
+                self._restarted(now)
             elif self._restored is not None:
                 self._knowledge, self._restored = self._restored, None
                 self.index.show(self.holder)
@@ -143,6 +157,8 @@ class Rank:
         self._quiet_since = now
         if self._restored is not None:
             self._forget()
+        elif self._unproved:
+            self._restarted(now)
         if self._knowledge is not Knowledge.UNHEARD:
             self._trouble.setdefault(Trouble.SILENT, now)
         if self.wanted is None:
@@ -158,6 +174,8 @@ class Rank:
             self._trouble.pop(Trouble.NOT_OBSERVED, None)
         elif now - self._debt.since > OWED_SECONDS:
             self._trouble.setdefault(Trouble.NOT_OBSERVED, now)
+        if now - self._trouble.get(Trouble.AMBIGUOUS, now) > UNSTEADY_SECONDS:
+            del self._trouble[Trouble.AMBIGUOUS]  # if it still holds, the next batches show it
         if self.holder.forgot:
             self.holder.forgot = False
             self._bounds.add(Bound.INDEX_FULL)
@@ -252,16 +270,18 @@ class Rank:
 
     def _take(self, sequence: int, payload: bytes, now: float) -> None:
         expected = self._next
-        if expected is not None and sequence < expected:
+        if expected is not None and sequence != expected:
             if sequence == expected - 1 and xxh3_128_digest(payload) == self._last:
                 return
-            self._restarted()
-            expected = None
-        if expected is not None and sequence > expected:
             if self._replays:
-                self.wanted = max(expected - 1, 0)
-            else:
+                self.wanted = max(min(sequence, expected - 1), 0)
+                if sequence < expected:  # it is late, or another process sends it
+                    self._unproved = {(sequence, xxh3_128_digest(payload)), (expected - 1, self._last)}
+            elif sequence > expected:
                 self._lost(now)
+            else:
+                self._restarted(now)
+                expected = None
         if self.wanted is not None:
             self._waiting.append((sequence, payload))
             return
@@ -275,12 +295,12 @@ class Rank:
         if self.wanted is not None:
             return
         if self._restored is not None:
-            self._restarted()  # it does not know the batch that the saved index ends with
+            self._restarted(now)  # it does not know the batch that the saved index ends with
             return
         if self._next is None:
             self._knowledge, self._next = Knowledge.COMPLETE, 0
-        elif self._next and not self._answered and asked == self._next - 1:
-            self._restarted()  # it does not know the batch that it sent last
+        elif self._unproved or (self._next and not self._answered and asked == self._next - 1):
+            self._restarted(now)  # it does not know what it has sent
             return
         self._drain(now)
 
@@ -296,11 +316,14 @@ class Rank:
                 self._lost(now)
             self._apply(sequence, payload, now)
 
-    def _restarted(self) -> None:
+    def _restarted(self, now: float) -> None:
         """Another process sends now: nothing that was known holds."""
         self.restarts += 1
+        self._restarted_at.append(now)
         self._forget()
         self._trouble.clear()
+        if len(self._restarted_at) == UNSTEADY and now - self._restarted_at[0] < UNSTEADY_SECONDS:
+            self._trouble[Trouble.AMBIGUOUS] = now
         if self._replays:
             self.wanted = 0
 
@@ -312,6 +335,7 @@ class Rank:
         self._debt.since = self._next = self._source = self._restored = None
         self.block_size = self._said_size
         self._last = b""
+        self._unproved.clear()
         self._knowledge = Knowledge.UNHEARD
         self._stored = self._removed = 0
 
@@ -369,6 +393,8 @@ class Rank:
 
     def _store(self, event: Stored | StoredRow, now: float) -> None:
         index, holder = self.index, self.holder
+        if not event.block_hashes:
+            return  # not even a block size
         if event.kv_cache_spec_kind not in FULL_ATTENTION:
             if event.group_idx is not None:
                 holder.skipped_groups.add(event.group_idx)
@@ -383,16 +409,16 @@ class Rank:
             self._trouble.setdefault(Trouble.MISMATCH, now)
             index.left_out("block-size")
         else:
-            self.block_size = event.block_size
             held = len(holder.blocks)
-            extra = event.extra_keys if isinstance(event.extra_keys, list) else None
             left_out = index.stored(
                 holder, event.block_hashes, event.parent_block_hash, event.token_ids, event.block_size,
-                lora=event.lora_name, extra=extra,
+                lora=event.lora_name, extra=event.extra_keys,
             )  # fmt: skip
             if left_out is not None:
                 self._in_part()
-            elif self._knowledge is Knowledge.PARTIAL:
+                return
+            self.block_size = event.block_size
+            if self._knowledge is Knowledge.PARTIAL:
                 self._stored += len(holder.blocks) - held
                 self._turn_over()
 

@@ -360,7 +360,7 @@ class Cache:
         wrong: dict[str, str] = {}
         partial: dict[str, str] = {}
         evident = False
-        claimed = Counter(source.events for source in self.sources())
+        claimed = Counter(joined.from_iterable((source.events, source.replay) for source in self.sources()))
         for engine in self._engines:
             ranks = self.ranks.get(engine)
             if ranks is None:
@@ -368,7 +368,8 @@ class Cache:
                 continue
             evident = evident or any(rank.evident for rank in ranks)
             troubles = [trouble.value for rank in ranks for trouble in rank.trouble]
-            if any(claimed[source(self.name, engine, n).events] > 1 for n in range(len(ranks))):
+            sources = [source(self.name, engine, n) for n in range(len(ranks))]
+            if any(claimed[one.events] > 1 or (one.replay and claimed[one.replay] > 1) for one in sources):
                 wrong[engine.id] = Trouble.AMBIGUOUS.value
             elif troubles:
                 wrong[engine.id] = troubles[0]

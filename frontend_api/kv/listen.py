@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, TypeVar, cast
 
@@ -26,6 +26,9 @@ HIGH_WATER_MARK = 100_000
 """Batches that may wait in a subscriber, as many as a publisher keeps."""
 TICK_SECONDS = 0.25
 RETRY_SECONDS = 5.0
+HEARTBEAT_SECONDS = 10.0
+"""Without a sign of life, twice this, a connection is made anew: a machine that vanished does not end it, and whoever publishes
+there now would not be heard."""
 TURN_SECONDS = 0.002
 """For which batches are taken before other tasks get their turn."""
 MOST_BYTES = 16 << 20
@@ -33,7 +36,12 @@ MOST_BYTES = 16 << 20
 the sequence or the replay shows."""
 
 
+_NONE = END - 1
 _S = TypeVar("_S", bound=zmq.Socket[Any])
+
+
+class _NoReplay(Exception):
+    """What comes is not in order: it might never end, and live batches wait for its end."""
 
 
 class Unusable(Exception):
@@ -105,9 +113,10 @@ class Follower:
         asking = asyncio.create_task(self._replays(source, rank)) if source.replay else None
         sub = _prepared(self._context.socket(zmq.SUB))  # a plain one: futures cost more than what a message says
         loop, there = asyncio.get_running_loop(), asyncio.Event()
-        descriptor = sub.fileno()
+        descriptor, ends = sub.fileno(), sub.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             sub.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+            sub.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_SECONDS * 1_000))
             sub.setsockopt(zmq.SUBSCRIBE, b"")
             sub.connect(source.events)
             loop.add_reader(descriptor, there.set)
@@ -115,15 +124,19 @@ class Follower:
                 turn = monotonic()
                 there.clear()  # before looking: the descriptor says only that something has changed since the last look
                 while cast(int, sub.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                    while cast(int, ends.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                        ends.recv_multipart(zmq.NOBLOCK)
+                        rank.disconnected()
                     frames = sub.recv_multipart(zmq.NOBLOCK)
-                    if len(frames) >= 2 and len(frames[-2]) == 8:
-                        rank.live(int.from_bytes(frames[-2], "big", signed=True), frames[-1], monotonic())
+                    if (sequence := _sequence(frames)) >= 0:
+                        rank.live(sequence, frames[-1], monotonic())
                     turn = await _take_turns(turn)
                 await there.wait()
         except zmq.ZMQError as error:
             log.error("The events of %s at %s cannot be followed: %s", source.engine, source.events, error)
         finally:
             loop.remove_reader(descriptor)
+            sub.disable_monitor()
             sub.close(0)
             if asking is not None:
                 asking.cancel()
@@ -140,20 +153,25 @@ class Follower:
             try:
                 dealer.connect(source.replay)
                 await dealer.send_multipart([b"", start.to_bytes(8, "big")])
-                turn, sequence = monotonic(), 0
+                turn, sequence = monotonic(), _NONE
                 while sequence != END:
                     async with asyncio.timeout(REPLAY_SECONDS):
                         frames = await dealer.recv_multipart()
-                    if len(frames) < 2:
-                        continue
-                    sequence = int.from_bytes(frames[-2], "big", signed=True)
+                    before, sequence = sequence, _sequence(frames)
+                    if sequence != END and sequence <= max(before, start - 1):
+                        raise _NoReplay
                     rank.replayed(sequence, frames[-1], monotonic())
                     turn = await _take_turns(turn)
-            except (TimeoutError, zmq.ZMQError):
+            except (TimeoutError, zmq.ZMQError, _NoReplay):
                 rank.replay_failed(monotonic())
                 await asyncio.sleep(TICK_SECONDS)
             finally:
                 dealer.close(0)
+
+
+def _sequence(frames: Sequence[bytes]) -> int:
+    """Of a batch; `END`: of a replay's last frames; lower: these are neither."""
+    return int.from_bytes(frames[-2], "big", signed=True) if len(frames) >= 2 and len(frames[-2]) == 8 else _NONE
 
 
 def _prepared(socket: _S) -> _S:

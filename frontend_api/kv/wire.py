@@ -47,7 +47,7 @@ class StoredRow(Struct, tag="BlockStored", array_like=True):
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None
-    extra_keys: Any = None
+    extra_keys: list[list[Any] | None] | None = None
     block_mm_infos: Any = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None

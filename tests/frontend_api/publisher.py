@@ -22,6 +22,8 @@ class Publisher:
         self.sequence = 0
         self.buffer: list[tuple[int, bytes]] = []
         self.asked: list[int] = []
+        self.says: tuple[bytes, ...] | None = None
+        """What a replay is answered instead, again and again."""
         self.answers = True
         """Whether replays are answered."""
         self._context = zmq.asyncio.Context()
@@ -30,11 +32,12 @@ class Publisher:
         for socket, port in ((self._pub, self.ports[0]), (self._replay, self.ports[1])):
             socket.setsockopt(zmq.LINGER, 0)
             socket.bind(f"tcp://127.0.0.1:{port + rank}")
-        self._server = asyncio.create_task(self._serve())
+        self._tasks = {asyncio.create_task(self._serve())}
 
     async def close(self) -> None:
-        self._server.cancel()
-        await asyncio.gather(self._server, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._context.destroy(linger=0)
 
     @property
@@ -80,6 +83,11 @@ class Publisher:
     def removed(self, tokens: list[int], start: int = 0) -> dict[str, Any]:
         return {"type": "BlockRemoved", "block_hashes": self.stored(tokens, start)["block_hashes"], "medium": "GPU"}
 
+    async def _say(self, client: bytes, frames: tuple[bytes, ...]) -> None:
+        while True:
+            await self._replay.send_multipart((client, *frames))
+            await asyncio.sleep(0.02)
+
     async def _serve(self) -> None:
         while True:
             client, _, start = await self._replay.recv_multipart()
@@ -87,6 +95,9 @@ class Publisher:
                 continue
             first = int.from_bytes(start, "big")
             self.asked.append(first)
+            if self.says is not None:
+                self._tasks.add(asyncio.create_task(self._say(client, self.says)))
+                continue
             for sequence, payload in list(self.buffer):
                 if sequence >= first:
                     await self._replay.send_multipart((client, b"", b"kv", sequence.to_bytes(8, "big"), payload))

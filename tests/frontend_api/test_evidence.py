@@ -72,10 +72,11 @@ class Fleet:
     def answer(self, *names: str, events: tuple[dict[str, Any], ...] = (), first: int = 0) -> None:
         """The replays of these engines, with one batch if there are events."""
         for rank in (rank for name in names or self.specs for rank in self.ranks(name)):
-            rank.asked()
-            if events:
-                rank.replayed(first, batch(*events), self.now)
-            rank.replayed(END, b"", self.now)
+            while rank.wanted is not None:
+                rank.asked()
+                if events:
+                    rank.replayed(first, batch(*events), self.now)
+                rank.replayed(END, b"", self.now)
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -185,6 +186,13 @@ def test_two_engines_that_claim_one_address_also_by_their_ranks() -> None:
     fleet.publish()
     fleet.answer()
     assert fleet.standing() == (State.DEGRADED, {"a1": "kv_events_ambiguous", "a2": "kv_events_ambiguous"})
+
+
+def test_two_engines_that_claim_one_replay() -> None:
+    fleet = Fleet("a1", "a2", replay="tcp://h:9")
+    fleet.answer()
+    assert fleet.standing() == (State.DEGRADED, {"a1": "kv_events_ambiguous", "a2": "kv_events_ambiguous"})
+    assert Fleet("a1", "a2", replay="").standing()[1] == {"a1": "not-heard", "a2": "not-heard"}
 
 
 # ---- ranks

@@ -17,6 +17,7 @@ from frontend_api.formats.openai import Endpoint
 from frontend_api.kv import events, listen
 from frontend_api.kv.evidence import Cache, TokenSource
 from frontend_api.kv.listen import Follower
+from tests.conftest import free_port
 from tests.frontend_api.client import ask
 from tests.frontend_api.conftest import MakeSite, Site, until
 from tests.frontend_api.publisher import Publisher
@@ -92,12 +93,13 @@ async def make_scene(make_site: MakeSite, monkeypatch: pytest.MonkeyPatch) -> As
     monkeypatch.setattr(listen, "REPLAY_SECONDS", 0.2)
     scenes: list[Scene] = []
 
-    async def make(*, replay: bool = True) -> Scene:
+    async def make(*, replay: bool = True, through: int = 0) -> Scene:
         publisher = Publisher(size=SIZE)
         site = await make_site()
         scenes.append(Scene(site, publisher))
         address = publisher.replay if replay else ""
-        await site.engine("a", Role.AGGREGATED, _answer, block_size=SIZE, events=publisher.events, replay=address)
+        events = f"tcp://127.0.0.1:{through}" if through else publisher.events
+        await site.engine("a", Role.AGGREGATED, _answer, block_size=SIZE, events=events, replay=address)
         site.publish(policy=RoutingPolicy(mode=RoutingMode.KV))
         return scenes[-1]
 
@@ -220,6 +222,85 @@ async def test_an_engine_that_starts_again_starts_empty(make_scene: MakeScene) -
     await until(lambda: len(again.buffer) == cache.ranks[cache.engines[0]][0].batches - batches)
     assert (await scene.told([*LINES[0], 7]))[2] == "0/65"
     assert (await scene.told([*LINES[5], 7]))[2] == "64/65"
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        (b"", b"kv", bytes(8), b"the first batch, and again"),
+        (b"", b"kv", b"a number that no machine counts to", b""),
+        (b"x",),
+    ],
+)
+async def test_a_replay_that_is_none_keeps_nobody_waiting(make_scene: MakeScene, frames: tuple[bytes, ...]) -> None:
+    scene = await make_scene()
+    await scene.heard()
+    publisher = scene.publisher
+    publisher.publish(publisher.stored(LINES[1]))
+    publisher.says = frames
+    await scene.stands("degraded", "kv_events_silent")
+    before = scene.cache.index.entries
+    publisher.publish(publisher.stored(LINES[0]))
+    await until(lambda: scene.cache.index.entries == before + 4)
+    publisher.says = None
+    await scene.stands("exact")
+    assert await scene.told([*LINES[0], 7]) == ("exact", "-", "64/65")
+
+
+async def test_another_process_that_goes_on_with_the_next_number_starts_empty(
+    make_scene: MakeScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = await make_scene()
+    await scene.heard()
+    monkeypatch.setattr(events, "CHECK_SECONDS", 60.0)
+    cache, publisher = scene.cache, scene.publisher
+    publisher.publish(publisher.stored(LINES[0]))
+    await until(lambda: cache.index.entries == 8)
+    sequence, ports = publisher.sequence, publisher.ports
+    await publisher.close()
+    scene.publisher = again = Publisher(ports, size=SIZE)
+    again.buffer = [(n, again.batch(again.stored(LINES[1]))[1]) for n in range(sequence)]  # before anybody is connected
+    again.sequence = sequence
+    await asyncio.sleep(0.5)  # now somebody is
+    for _ in range(5):
+        again.publish(again.stored(LINES[2]))
+        await asyncio.sleep(0.1)
+    await until(lambda: cache.counts()["restarts"] == 1 and scene.standing == ("exact", {}))
+    assert (await scene.told([*LINES[0], 7]))[2] == "0/65"
+    assert (await scene.told([*LINES[2], 7]))[2] == "64/65"
+
+
+async def test_a_connection_that_nobody_serves_any_more_is_made_anew(
+    make_scene: MakeScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listen, "HEARTBEAT_SECONDS", 0.2)
+    connections = vanished = 0
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
+        while data := await reader.read(65_536):
+            if number > vanished:
+                writer.write(data)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        back, there = await asyncio.open_connection("127.0.0.1", scene.publisher.ports[0])
+        await asyncio.gather(pass_on(reader, there, connections), pass_on(back, writer, connections))
+
+    port = free_port()
+    server = await asyncio.start_server(serve, "127.0.0.1", port)
+    scene = await make_scene(through=port)
+    await scene.heard()
+    vanished = connections
+    cache, publisher = scene.cache, scene.publisher
+    while connections == vanished:
+        await asyncio.sleep(0.05)
+    publisher.answers = False  # from now on only live batches come
+    before = cache.counts()["batches"]
+    while cache.counts()["batches"] == before:
+        publisher.publish(publisher.stored(LINES[0]))
+        await asyncio.sleep(0.05)
+    server.close()
 
 
 async def test_a_batch_larger_than_any_real_one_is_not_taken_and_that_is_told(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend_api.kv.events import CHECK_SECONDS, END, OWED_SECONDS, Rank
+from frontend_api.kv.events import CHECK_SECONDS, END, OWED_SECONDS, UNSTEADY, UNSTEADY_SECONDS, Rank
 from frontend_api.kv.index import Index, chain
 from frontend_api.kv.knowledge import Bound, Debt, Knowledge, Saved, Trouble
 
@@ -252,6 +252,74 @@ def test_a_batch_that_comes_twice_or_was_replayed_already_is_taken_once() -> Non
     line.live(line.buffer[-1])
     assert line.state == (Knowledge.COMPLETE, 3, [])
     assert line.rank.restarts == 0
+
+
+def test_batches_that_come_after_the_replay_has_brought_them_are_no_restart() -> None:
+    line = ready()
+    late = run(3, 6)
+    line.buffer = [*line.buffer[2:], *late]  # its beginning is no longer kept
+    line.check()
+    line.live(*late)
+    line.replay()
+    line.publish(*run(7, 7))
+    assert line.state == (Knowledge.COMPLETE, 8, [])
+    assert line.rank.restarts == 0
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_next_number_after_a_lost_connection_may_be_another_process(again: bool) -> None:
+    line = ready()
+    line.buffer = line.buffer if again else [(n, batch(stored(0), removed(0))) for n in range(3)]
+    line.rank.disconnected()
+    line.publish(*run(3, 3) if again else [(3, batch(stored(0)))])
+    line.replay()
+    assert line.state == (Knowledge.COMPLETE, 4 if again else 1, [])
+    assert line.rank.restarts == (not again)
+
+
+def test_a_lower_sequence_that_no_replay_explains_is_a_restart() -> None:
+    line = ready()
+    line.live((0, batch(stored(0))))
+    line.rank.asked()
+    line.rank.replay_failed(line.now)
+    assert line.state == (Knowledge.REPLAYING, 0, [])
+    line.rank.asked()
+    line.rank.replay_failed(line.now)
+    assert line.state == (Knowledge.COMPLETE, 1, [])
+    assert line.rank.restarts == 1
+
+
+def test_a_replay_that_is_another_engines_is_told() -> None:
+    line = ready(upto=8)
+    for number in range(20):
+        line.live((number, batch(stored(0), rank=None)))
+        line.replay()
+        line.now += 20
+    assert Trouble.AMBIGUOUS in line.rank.trouble
+    assert line.rank.restarts >= UNSTEADY
+    line.buffer = [(n, batch(stored(0))) for n in range(2)]
+    line.check()
+    line.now += UNSTEADY_SECONDS
+    line.check()
+    assert line.state == (Knowledge.COMPLETE, 1, [])
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        stored(0, block_hashes=[], token_ids=[], block_size=1 << 62),
+        stored(0, block_hashes=[], token_ids=[], block_size=7),
+        stored(0, block_size=-SIZE),
+        stored(0, block_size=2 * SIZE),
+    ],
+)
+def test_what_was_not_taken_proves_no_block_size(event: dict[str, Any]) -> None:
+    line = Line(block_size=None)
+    line.replay()
+    line.publish((0, batch(event)), (1, batch(stored(0), stored(1))))
+    assert line.depth == 2
+    assert line.rank.trouble == {}
+    assert line.index.block_sizes == {SIZE}
 
 
 def test_no_answer_to_a_replay() -> None:
@@ -594,6 +662,7 @@ def test_both_encodings_and_what_versions_add(event: Any) -> None:
         ([stored(0, token_ids=[1])], 0, "mismatched", []),
         ([{"type": "BlockMoved"}, stored(0)], 1, "unreadable", []),
         ([["BlockStored", "?"], stored(0)], 1, "unreadable", []),
+        ([[*ROW[:7], "a-lora", [5]], stored(0)], 1, "unreadable", []),
         ([17, stored(0)], 1, "unreadable", []),
         ([stored(0, extra_keys=DEEP), stored(0)], 0, "unreadable", []),
         ([stored(0, new=DEEP), stored(0)], 0, "unreadable", []),
