@@ -25,10 +25,12 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 _OURS = ("REDIS_URL", "KEEP_ENGINES", "RUNTIME", "HF_TOKEN")
+# A lane's folder lies in that of the whole run, which goes also when a lane is cut off before it has tidied up.
+_RUN = os.environ.get("TANDEM_HOME") if "PYTEST_XDIST_WORKER" in os.environ else None
 for _name in [name for name in os.environ if name.startswith("TANDEM_") or name in _OURS]:
     if _name != "TANDEM_CACHE":  # the engine runtime is 3 GB: the suite shares the user's cache
         del os.environ[_name]
-_HOME = Path(tempfile.mkdtemp(prefix="tandem-tests-"))
+_HOME = Path(tempfile.mkdtemp(prefix="tandem-tests-", dir=_RUN))
 os.environ["TANDEM_HOME"] = str(_HOME)
 hypothesis.settings.register_profile("suite", deadline=None, max_examples=60)  # no test asserts wall-clock speed
 hypothesis.settings.load_profile("suite")

@@ -84,6 +84,7 @@ def main(command: list[str]) -> int:
         raise SystemExit(__doc__)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the cluster is taken down here too
     with cluster() as url:
+        signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the command's, which tidies up; its end is ours
         return subprocess.run(command, env={**os.environ, "DATABASE_URL": url}, check=False).returncode
 
 
