@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as Raw
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import RoutingMode, RoutingPolicy
-from frontend_api.formats.openai import Endpoint
+from frontend_api.formats.openai import ENDPOINTS, Endpoint
 from frontend_api.kv.evidence import MISCOUNT_SECONDS, Cache, State, Tokenization
 from frontend_api.kv.listen import Follower
 from frontend_api.routing.view import Health
@@ -31,6 +31,10 @@ from tests.frontend_api.conftest import MakeSite, Site, until
 from tests.frontend_api.scripted import Heard, unary
 from tests.frontend_api.test_kv_standins import Standin
 from tests.frontend_api.tiny_model import CHATML, write_model
+from workers.sim import messages, responses
+from workers.sim.model_tokens import chat_text, ids
+from workers.sim.requests import MessagesRequest, ResponsesRequest, parse
+from workers.sim.settings import Settings
 
 TOOLS_CHATML = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}" + CHATML
 
@@ -346,6 +350,34 @@ async def test_a_standin_with_a_models_tokenizer_has_its_ids_and_a_fault_is_seen
         follower.cancel()
         await asyncio.gather(follower, return_exceptions=True)
         await engine.stop()
+
+
+CALLS_SHOWN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}[{{ m.tool_call_id }}]{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.id + c.function.name + (c.function.arguments | tojson) }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+USER = {"role": "user", "content": "Weather?"}
+
+
+def test_a_standin_shows_calls_of_tools_as_the_engine_does(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", CALLS_SHOWN)
+    settings, tokenizer = Settings(tokenizer=str(folder)), Tokenizer(folder)
+    call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"at": "Zürich"}'}
+    output = {"type": "function_call_output", "call_id": "c1", "output": "rain"}
+    given = [USER, call, output, {**call, "arguments": "{broken"}, output]
+    body = json.dumps({"model": "m", "input": given}).encode()
+    text = chat_text(responses.chat_messages(parse(body, ResponsesRequest)), None, settings)
+    mine = tokenizer.token_ids(ENDPOINTS["/v1/responses"], body)
+    assert mine == array("I", ids(text, settings, special=True))
+
+    use = {"type": "tool_use", "id": "c1", "name": "look", "input": {"at": "Zürich"}}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": "rain"}
+    turns = [USER, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    body = json.dumps({"model": "m", "max_tokens": 5, "messages": turns}).encode()
+    text = chat_text(messages.chat_messages(parse(body, MessagesRequest)), None, settings)
+    mine = tokenizer.token_ids(ENDPOINTS["/v1/messages"], body)
+    assert mine == array("I", ids(text, settings, special=False))
 
 
 class BrokenTokens:

@@ -25,13 +25,19 @@ def chat_messages(request: CountRequest) -> list[Json]:
         blocks = content if isinstance(content, list) else []
         for block in blocks:
             if isinstance(block, Mapping) and block.get("type") == "tool_result":
-                messages.append({"role": "tool", "content": content_text(block.get("content"))})
+                result = content_text(block.get("content"))
+                messages.append({"role": "tool", "content": result, "tool_call_id": block.get("tool_use_id")})
         turn: Json = {"role": message.get("role"), "content": content_text(content)}
         if calls := [block for block in blocks if isinstance(block, Mapping) and block.get("type") == "tool_use"]:
-            turn["tool_calls"] = calls
+            turn["tool_calls"] = [_call(block) for block in calls]
         if turn["content"] or calls:
             messages.append(turn)
     return messages
+
+
+def _call(block: Mapping[str, object]) -> Json:
+    arguments = msgspec.json.encode(block.get("input") or {}).decode()
+    return {"id": block.get("id"), "type": "function", "function": {"name": block.get("name"), "arguments": arguments}}
 
 
 def chat_tools(request: CountRequest) -> tuple[list[Json] | None, str | Json | None]:

@@ -114,7 +114,11 @@ def _shown(message: Json) -> Json:
 
 def _call(call: Mapping[str, Mapping[str, str]]) -> Json:
     function = dict(call["function"])
-    return {**call, "function": {**function, "arguments": json.loads(function.get("arguments") or "{}")}}
+    try:
+        arguments = json.loads(function.get("arguments") or "{}")
+    except ValueError:  # as vLLM does: history that is broken once must not break every later turn
+        arguments = {}
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _tool(tool: Json) -> Json:

@@ -28,9 +28,11 @@ def chat_messages(request: ResponsesRequest) -> list[Json]:
             case "message":
                 messages.append({"role": item.get("role", "user"), "content": item.get("content")})
             case "function_call":
-                messages.append({"role": "assistant", "content": "", "tool_calls": [item]})
+                function = {"name": item.get("name"), "arguments": item.get("arguments")}
+                call = {"id": item.get("call_id"), "type": "function", "function": function}
+                messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
             case "function_call_output":
-                messages.append({"role": "tool", "content": item.get("output")})
+                messages.append({"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")})
     return messages
 
 
