@@ -312,11 +312,13 @@ class Cache:
         if ranks is not None:
             size = self._size_of(engine)
             lacked = hashes.get(size, ())[evident // size :]
+            told = self.index.match(lacked[-1:])  # events may be faster than the answer
+            if any(rank.holder.bit in told for rank in ranks):
+                self.predicted.failed(engine, lacked)  # from now on they alone say how long it is there
+                return
             self.predicted.computed(engine, lacked, now)
             if tokens >= 2 * size and all(rank.knowledge is Knowledge.COMPLETE for rank in ranks):
-                told = self.index.match(lacked[-1:])  # events may be faster than the answer
-                if not any(rank.holder.bit in told for rank in ranks):
-                    ranks[0].computed(now)
+                ranks[0].computed(now)
 
     def failed_on(self, engine: Engine, hashes: Mapping[int, Sequence[int]]) -> None:
         self.predicted.failed(engine, hashes.get(self._size_of(engine), ()))

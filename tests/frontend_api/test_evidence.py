@@ -290,6 +290,19 @@ def test_what_was_computed_is_expected_until_events_can_have_come() -> None:
     assert fleet.overlap(prompt(1)) == {}
 
 
+def test_what_events_have_told_of_is_held_only_as_long_as_they_say() -> None:
+    fleet = Fleet("a1")
+    fleet.answer()
+    asked = fleet.cache.prompt(prompt(1), None)
+    asked.sent(fleet.engine("a1"), fleet.now)
+    (rank,) = fleet.ranks("a1")
+    rank.live(0, batch(stored(prompt(1))), fleet.now)
+    asked.computed(fleet.engine("a1"), fleet.now)
+    assert fleet.overlap(prompt(1)) == {"a1": 160}
+    rank.live(1, batch({"type": "AllBlocksCleared"}), fleet.now)
+    assert fleet.overlap(prompt(1)) == {}
+
+
 def test_what_is_held_and_what_is_coming_make_one_prefix() -> None:
     fleet = Fleet("a1")
     fleet.answer(events=(stored(prompt(1)[: 4 * SIZE]),))
