@@ -258,7 +258,10 @@ class Connection:
         assert leg is not None
         receiver = leg.receiver
         leg.receiver = leg.connection = None
-        if keep and self.usable and (self._length or self._chunked):
+        transport = self._transport
+        framed = self._length or self._chunked
+        # One that answered before it took the request may never take the rest, nor what would stand behind it.
+        if keep and framed and transport is not None and self.usable and not transport.get_write_buffer_size():
             self.resume()
             self._reused = True
             self._reset()

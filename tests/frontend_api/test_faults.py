@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from controlplane.fleet.model import Role
-from controlplane.fleet.wire import OnPrefillFailure, Result, RoutingPolicy
+from controlplane.fleet.wire import OnPrefillFailure, Result, RoutingPolicy, SnapshotEngine
 from frontend_api import flow
 from frontend_api.http.upstream import Failure
 from frontend_api.processes.listeners import probe_once
@@ -180,6 +180,29 @@ async def test_a_reply_that_ends_with_its_connection(make_site: MakeSite) -> Non
     site = await aggregated(make_site, says(b"HTTP/1.0 200 OK\r\ncontent-type: application/json\r\n\r\n{}", then="end"))
     for _ in range(2):
         assert (await ask(site.port, "/tokenize", PROMPT)).json == {}
+
+
+async def test_an_engine_that_answers_before_it_took_the_request_gets_no_other_behind_it(make_site: MakeSite) -> None:
+    async def hasty(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        writer.write(
+            unary({"error": {"message": "too long"}}, 400) if b"content-length: 30" in head else unary(chat_reply())
+        )
+        await closed.wait()
+        writer.transport.abort()
+
+    closed = asyncio.Event()
+    server = await asyncio.start_server(hasty, "127.0.0.1", 0)
+    site = await make_site()
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    site.add(SnapshotEngine(id="a", name="a", attempt=1, role=Role.AGGREGATED, url=url))
+    site.publish()
+    try:
+        assert (await ask(site.port, CHAT, {**PROMPT, "user": "u" * 30_000_000})).status == 400
+        assert (await ask(site.port, CHAT, PROMPT)).status == 200
+    finally:
+        closed.set()
+        server.close()
 
 
 # ---- the engine's own errors
