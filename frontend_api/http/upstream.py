@@ -407,6 +407,10 @@ class Pool:
         if connection in self.idle:
             self.idle.remove(connection)
 
+    @property
+    def in_use(self) -> bool:
+        return bool(self.opened or self._connecting)
+
     def close_idle(self, older_than: float) -> None:
         """Close connections that have been idle since before `older_than` (monotonic)."""
         while self.idle and self.idle[0].idle_since < older_than:
@@ -437,9 +441,12 @@ class Upstreams:
             pool.close()
 
     def sweep(self, now: float) -> None:
-        """Once a second: close what has been idle for too long."""
-        for pool in self._pools.values():
+        """Once a second: close what has been idle for too long, and forget engines without connections: a request that began
+        before an engine left the view may have gone there since."""
+        for engine, pool in list(self._pools.items()):
             pool.close_idle(now - IDLE_SECONDS)
+            if not pool.in_use:
+                del self._pools[engine]
 
     def open_connections(self) -> int:
         return sum(len(pool.opened) for pool in self._pools.values())

@@ -205,6 +205,28 @@ async def test_an_engine_that_answers_before_it_took_the_request_gets_no_other_b
         server.close()
 
 
+async def test_nothing_is_kept_of_an_engine_that_left_while_a_request_was_on_its_way_there(make_site: MakeSite) -> None:
+    async def late(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        await gone.wait()
+        await answer_well(heard, writer)
+
+    gone = asyncio.Event()
+    site = await make_site()
+    await site.engine("p", Role.PREFILL, late)
+    await site.engine("d", Role.DECODE)
+    site.publish()
+    asking = asyncio.ensure_future(ask(site.port, CHAT, PROMPT))
+    await until(lambda: bool(site.engines["p"].heard))
+    site.publish(without=("d",))
+    gone.set()
+    assert (await asking).status == 200
+    assert len(site.engines["d"].heard) == 1
+    site.upstreams.sweep(asyncio.get_running_loop().time() + 1e6)
+    await until(lambda: site.upstreams.open_connections() == 0)
+    site.upstreams.sweep(asyncio.get_running_loop().time())
+    assert "d" not in {engine.id for engine in site.upstreams._pools}
+
+
 # ---- the engine's own errors
 
 
