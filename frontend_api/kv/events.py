@@ -106,7 +106,9 @@ class Rank:
 
     def disconnected(self) -> None:
         """The publisher's connection has ended: what comes next may be another process's, also under the next number."""
-        if self._replays and self._next and self.wanted is None:
+        if not self._replays:
+            self._forget()
+        elif self._next and self.wanted is None:
             self.wanted = self._next - 1
 
     def asked(self) -> int:

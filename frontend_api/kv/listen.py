@@ -113,20 +113,24 @@ class Follower:
         asking = asyncio.create_task(self._replays(source, rank)) if source.replay else None
         sub = _prepared(self._context.socket(zmq.SUB))  # a plain one: futures cost more than what a message says
         loop, there = asyncio.get_running_loop(), asyncio.Event()
-        descriptor, ends = sub.fileno(), sub.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        ends = sub.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        descriptor, ending = sub.fileno(), ends.fileno()
         try:
             sub.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
             sub.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_SECONDS * 1_000))
             sub.setsockopt(zmq.SUBSCRIBE, b"")
             sub.connect(source.events)
-            loop.add_reader(descriptor, there.set)
+            for number in (descriptor, ending):
+                loop.add_reader(number, there.set)
             while True:
                 turn = monotonic()
                 there.clear()  # before looking: the descriptor says only that something has changed since the last look
-                while cast(int, sub.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                while True:
                     while cast(int, ends.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                         ends.recv_multipart(zmq.NOBLOCK)
                         rank.disconnected()
+                    if not cast(int, sub.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                        break
                     frames = sub.recv_multipart(zmq.NOBLOCK)
                     if (sequence := _sequence(frames)) >= 0:
                         rank.live(sequence, frames[-1], monotonic())
@@ -135,7 +139,8 @@ class Follower:
         except zmq.ZMQError as error:
             log.error("The events of %s at %s cannot be followed: %s", source.engine, source.events, error)
         finally:
-            loop.remove_reader(descriptor)
+            for number in (descriptor, ending):
+                loop.remove_reader(number)
             sub.disable_monitor()
             sub.close(0)
             if asking is not None:

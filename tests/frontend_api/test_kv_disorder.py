@@ -270,6 +270,18 @@ async def test_another_process_that_goes_on_with_the_next_number_starts_empty(
     assert (await scene.told([*LINES[2], 7]))[2] == "64/65"
 
 
+async def test_without_a_replay_address_nothing_outlives_the_connection(make_scene: MakeScene) -> None:
+    scene = await make_scene(replay=False)
+    await scene.stands("blind", "not-heard")
+    cache, publisher = scene.cache, scene.publisher
+    while not cache.index.entries:
+        publisher.publish(publisher.stored(LINES[0]))
+        await asyncio.sleep(0.01)
+    await publisher.close()  # whoever comes in its place may publish nothing
+    await scene.stands("blind", "not-heard")
+    assert (await scene.told([*LINES[0], 7]))[2] == "0/65"
+
+
 async def test_a_connection_that_nobody_serves_any_more_is_made_anew(
     make_scene: MakeScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
