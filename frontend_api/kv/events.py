@@ -96,7 +96,8 @@ class Rank:
 
     def live(self, sequence: int, payload: bytes, now: float) -> None:
         """A batch from the publisher. `now`: monotonic, here and below."""
-        self._heard(now)
+        if Trouble.SILENT not in self._trouble:  # else its replay is to be asked again, however busy it is
+            self._heard(now)
         self._missed = 0
         self._trouble.pop(Trouble.REPLAY_ONLY, None)
         if self.wanted is not None or self._asked is not None:

@@ -338,6 +338,22 @@ def test_no_answer_to_a_replay() -> None:
     assert line.state == (Knowledge.PARTIAL, 2, [])
 
 
+def test_a_replay_that_answers_again_is_noticed_however_busy_the_engine_is() -> None:
+    line = ready()
+    line.now = CHECK_SECONDS + 0.1
+    line.rank.tick(line.now)
+    line.rank.asked()
+    line.rank.replay_failed(line.now)
+    assert line.state == (Knowledge.COMPLETE, 3, [Trouble.SILENT])
+    for block in range(3, 10):
+        line.now += 1.0
+        line.publish(*run(block, block))
+        line.rank.tick(line.now)
+        line.replay()
+    assert line.state == (Knowledge.COMPLETE, 10, [])
+    assert len(line.asked) == 2
+
+
 def test_an_engine_that_computes_and_tells_nothing() -> None:
     line = Line()
     line.replay()
