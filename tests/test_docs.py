@@ -7,6 +7,7 @@ import re
 import tomllib
 from pathlib import Path
 
+from controlplane.deployments.evidence_words import REASONS
 from controlplane.fleet import config, lifecycle, wire
 from frontend_api.kv import evidence
 from frontend_api.kv.evidence import Tokenization
@@ -88,6 +89,7 @@ def test_every_reason_for_a_lower_state_is_told() -> None:
     reasons = [*Knowledge, *Trouble, *Bound, *Tokenization, evidence.MISCOUNT, evidence.RANKS, "kv_events_disabled"]
     known = (Knowledge.COMPLETE, Tokenization.SAME)
     assert not [str(reason) for reason in reasons if reason not in known and f"`{reason}`" not in section]
+    assert set(REASONS) == {str(reason) for reason in reasons if reason not in known}, "what pages say"
 
 
 def test_every_reason_leads_to_the_state_that_is_told() -> None:

@@ -9,6 +9,7 @@ from datetime import datetime
 from django.db.models import Max
 
 from controlplane import publish
+from controlplane.deployments import evidence_words
 from controlplane.deployments.loop import LEASE
 from controlplane.deployments.models import Attempt, Deployment, Engine, Event, Lease
 from controlplane.deployments.rows import deployment_record, engine_record
@@ -51,10 +52,7 @@ class DeploymentRow:
     @property
     def cache_sentence(self) -> str:
         """Empty: no cache-aware routing."""
-        if self.cache is None:
-            return ""
-        why = "; ".join(r if who == "*" else f"{who}: {r}" for who, r in self.cache.reasons.items())
-        return f"Cache-aware routing is {self.cache.state}{f' ({why})' if why else ''}."
+        return "" if self.cache is None else evidence_words.sentence(self.cache)
 
     @property
     def cache_fails(self) -> bool:

@@ -11,7 +11,7 @@ from controlplane.access.models import AuditEntry
 from controlplane.access.roles import Actor
 from controlplane.access.roles import Role as Access
 from controlplane.dashboards import fleet as fleet_page
-from controlplane.deployments import queries, services, tasks
+from controlplane.deployments import evidence_words, queries, services, tasks
 from controlplane.deployments.models import Deployment, Engine, Event, Revision
 from controlplane.deployments.services import Change
 from controlplane.fleet.errors import Conflict, Forbidden, InvalidInput, NotFound
@@ -299,12 +299,22 @@ def test_how_exact_cache_aware_routing_is_comes_from_the_router_that_knows_least
     assert (row.notices, row.cache_fails) == (["Cache-aware routing is exact."], False)
     fleet.publisher.routers += [RouterStatus("r2", 1, caches={"demo": blind})]
     row = queries.deployment_row("demo")
-    assert row.notices == ["Cache-aware routing is blind (no tokenizer; prefill-0: kv_events_disabled)."]
+    assert row.notices == [
+        "Cache-aware routing is blind: no tokenizer; no KV events are published (prefill-0: kv_events_disabled)."
+    ]
     assert row.cache == CacheState("blind", {"*": "no tokenizer", "prefill-0": "kv_events_disabled"})
     assert row.cache_fails
     look, clauses = fleet_page.summary([row], node_rows())
     assert look.word == "Degraded"
     assert clauses[0].said == "routes without knowing well where its KV lies."
+
+
+def test_engines_of_one_reason_stand_together() -> None:
+    silent = {f"prefill-{n}": "kv_events_disabled" for n in range(5)}
+    assert evidence_words.sentence(CacheState("degraded", silent | {"decode-0": "of-a-newer-router"})) == (
+        "Cache-aware routing is degraded: no KV events are published (prefill-0, prefill-1, prefill-2 and 2 more: "
+        "kv_events_disabled); of-a-newer-router (decode-0)."
+    )
 
 
 def test_sharing_a_card_is_a_notice(fleet: Fleet) -> None:

@@ -1,0 +1,48 @@
+"""What routers say about their evidence for cache-aware routing, in words. Pure.
+
+Routers tell reasons by code (`CacheState`), as headers and metrics do; whoever reads a page should not have to look one up.
+"""
+
+from __future__ import annotations
+
+from controlplane.fleet.wire import CacheState
+
+REASONS = {
+    "not-heard": "no KV events heard yet",
+    "replay-running": "restarted, its first KV events are being fetched",
+    "saved-index-unproved": "known by a saved index, which KV events have not proved yet",
+    "known-in-part": "KV from before the first event heard, or from a gap between, is not known",
+    "kv_index_full": "more KV blocks than a router may remember; raise TANDEM_KV_INDEX_BLOCKS",
+    "kv_other_cache_groups": "a hit also needs a sliding window or a state that KV events do not show in full",
+    "kv_in_lower_tier": "KV in CPU memory or on disk is not counted",
+    "kv_rank_unknown": "several data-parallel ranks, and the engine itself chooses which one takes a request",
+    "kv_events_disabled": "no KV events are published",
+    "kv_events_not_observed": "a prompt was computed, and no KV event told of it for 10 s",
+    "kv_events_replay_only": "KV events come late, by replay alone: the publisher connects instead of binding, or the way to it is cut",
+    "kv_events_gap": "KV events were lost for good; known in full again once all its KV has turned over",
+    "kv_events_silent": "the replay of KV events no longer answers",
+    "kv_events_ambiguous": "KV events of two sources on one address",
+    "kv_block_mismatch": "KV events have another block size than the engine claims",
+    "tokenization_mismatch": "the engine's token ids are not the router's: another chat template or other tokenizer files",
+    "prompt_tokens_mismatch": "the engine counts other prompt tokens than the router",
+    "tokenization_unverified": "the engine did not answer for its token ids",
+}
+"""By code."""
+_SHOWN = 3
+
+
+def sentence(cache: CacheState) -> str:
+    """How exact cache-aware routing is, and why it is not. Engines of one reason stand together, a few by name."""
+    alike: dict[str, list[str]] = {}
+    for who, reason in cache.reasons.items():
+        alike.setdefault(reason, []).append(who)
+    why = "; ".join(_one(reason, engines) for reason, engines in alike.items())
+    return f"Cache-aware routing is {cache.state}{f': {why}' if why else ''}."
+
+
+def _one(reason: str, engines: list[str]) -> str:
+    more = len(engines) - _SHOWN
+    where = [] if "*" in engines else [", ".join(engines[:_SHOWN]) + (f" and {more} more" if more > 0 else "")]
+    code = [reason] if reason in REASONS else []
+    source = ": ".join(where + code)
+    return REASONS.get(reason, reason) + (f" ({source})" if source else "")
