@@ -237,7 +237,7 @@ class _Way:
     """One request: what it wants, and what it has tried so far."""
 
     __slots__ = (
-        "alone", "avoid", "clock", "deployment", "legs", "loads", "prompt", "queued", "session", "stale", "strikes", "trace",
+        "alone", "avoid", "clock", "deployment", "legs", "loads", "prompt", "queued", "session", "stale", "struck", "trace",
         "verdict",
     )  # fmt: skip
 
@@ -262,13 +262,15 @@ class _Way:
         self.queued = queued
         self.avoid: set[Engine] = set()
         self.stale: set[Engine] = set()
-        self.legs = self.strikes = 0
+        self.struck: set[Engine] = set()
+        """Reached, as far as one can know, and without an answer since."""
+        self.legs = 0
         self.verdict: Verdict = None
         """What the client hears if nothing more can be tried."""
 
     def go(self) -> Flow:
         trace = self.trace
-        while self.legs < MAX_LEGS and self.strikes < MAX_STRIKES:
+        while self.legs < MAX_LEGS and len(self.struck) < MAX_STRIKES:
             if self.queued:
                 trace.reason = Reason.ENGINES_FULL.value
                 told = yield Wait(self.alone is not None)
@@ -336,6 +338,7 @@ class _Way:
                     self.trace.cause = _cause(outcome)
                 return over
             prefill.answered()
+            self.struck.discard(prefill)
             reader.read(learn=True)
             if outcome.params is None:
                 self.alone = Reason.PREFILL_FAILED
@@ -413,7 +416,8 @@ class _Way:
 
     def _gave_nothing(self, engine: Engine, outcome: Outcome) -> bool:
         """Draw the consequences of a leg. Returns whether no other engine would answer otherwise."""
-        self.strikes += _struck(outcome)
+        if _struck(outcome):
+            self.struck.add(engine)
         verdict = self.verdict = _after(outcome, engine, self.avoid, self.stale, self.clock())
         return isinstance(verdict, PassOn) and verdict.final
 

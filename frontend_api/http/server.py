@@ -146,9 +146,8 @@ class ClientConnection:
             self._reader.requests[0].received_at = perf_counter()
 
     def _next(self) -> None:
-        while (
-            not self._busy and not self._closing and not self._slow_since
-        ):  # replies that nobody takes would fill the memory
+        # Not while the client is slow: replies that nobody takes would fill the memory.
+        while not self._busy and not self._closing and not self._slow_since:
             if self._reader.requests:
                 self.current = request = self._reader.requests.popleft()
                 self._busy = True

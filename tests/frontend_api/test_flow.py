@@ -130,6 +130,9 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any], list[Callable[[Clock], O
     "decode stale, params spent, same engine": (
         ("p0", "d0"), {}, [KV, says(STALE), KV, OK], ["p0", "d0+kv", "p0", "d0+kv!"], None),
     "prefill stale, same engine": (("p0", "d0"), {}, [says(STALE), KV, OK], ["p0", "p0!", "d0+kv"], None),
+    "both stale, and both are well": (
+        ("p0", "d0"), {}, [says(STALE), KV, says(STALE), KV, OK], ["p0", "p0!", "d0+kv", "p0!", "d0+kv!"], None),
+    "stale, as they died of it": (("a0", "a1", "a2"), {}, [says(STALE), says(STALE)], ["a0", "a1"], (Problem, 503)),
     "stale twice is a failure": (("a0",), {}, [says(STALE), says(STALE)], ["a0", "a0!"], (Problem, 503)),
     "only decode refused": (("p0", "d0"), {}, [KV, says(REFUSED)], ["p0", "d0+kv"], (Problem, 503)),
     "silent": (("a0",), {}, [says(Lost(Broken.SILENT, True))], ["a0"], (Problem, 504)),
