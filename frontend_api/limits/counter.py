@@ -86,9 +86,22 @@ for i, line in ipairs(batch[3]) do
   end
 
   local granted, spent = 0, 0
+  local seconds = nil
   local function wait(over_requests, over_tokens)
+    if not seconds then  -- read once: thousands may ask for what a key no longer has
+      local names = {}
+      for second = first, now do
+        names[#names + 1] = 'r' .. second
+        names[#names + 1] = 't' .. second
+      end
+      seconds = redis.call('HMGET', window, unpack(names))
+      for j, found in ipairs(seconds) do
+        seconds[j] = tonumber(found or 0)
+      end
+    end
     for second = first, now do
-      local r, t = at(second)
+      local j = 2 * (second - first)
+      local r, t = seconds[j + 1], seconds[j + 2]
       if second == now then
         r, t = r + granted, t + spent
       end
@@ -101,20 +114,20 @@ for i, line in ipairs(batch[3]) do
   end
   local waits = nil
   for _, more in ipairs(asks) do
-    local bound, seconds = 0, 0
+    local bound, pause = 0, 0
     if max_requests > 0 and requests + 1 > max_requests then
       waits = waits or wait(requests + 1 - max_requests, 0)
-      bound, seconds = 1, waits
+      bound, pause = 1, waits
     elseif max_tokens > 0 and tokens + more > max_tokens then
-      bound, seconds = 2, wait(0, tokens + more - max_tokens)
+      bound, pause = 2, wait(0, tokens + more - max_tokens)
     elseif max_held > 0 and others + held + granted + 1 > max_held then
-      bound, seconds = 3, 1
+      bound, pause = 3, 1
     else
       granted, spent = granted + 1, spent + more
       requests, tokens = requests + 1, tokens + more
     end
     reply[#reply + 1] = bound
-    reply[#reply + 1] = seconds
+    reply[#reply + 1] = pause
     reply[#reply + 1] = requests
     reply[#reply + 1] = tokens
   end

@@ -226,6 +226,20 @@ async def test_a_redis_that_lost_everything_goes_on(client: redis.Redis) -> None
     await router.drop()
 
 
+async def test_many_that_run_into_a_limit_at_once_cost_redis_no_more_than_one(client: redis.Redis) -> None:
+    router = RedisCounter(client, "one")
+    reply = await router.ask([Line("k", 0, 100, 0, 0, [], [100])])
+
+    async def reads() -> int:
+        return int((await client.info("commandstats"))["cmdstat_hmget"]["calls"])
+
+    before = await reads()
+    refused = await router.ask([Line("k", 0, 100, 0, 0, [(int(reply.now) - 50, 0, 1)], [50] * 1000)])
+    assert refused.lines[0][3::4] == [Bound.TOKENS] * 1000
+    assert await reads() - before < 10
+    await router.drop()
+
+
 async def test_what_is_counted_does_not_stay_in_redis(client: redis.Redis) -> None:
     router = RedisCounter(client, "one")
     await bounds(router, line(requests=9, held_max=9, asks=2), line("other", requests=1, asks=1))
