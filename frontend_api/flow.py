@@ -237,7 +237,7 @@ class _Way:
     """One request: what it wants, and what it has tried so far."""
 
     __slots__ = (
-        "alone", "avoid", "clock", "deployment", "legs", "loads", "prompt", "queued", "session", "stale", "struck", "trace",
+        "alone", "avoid", "clock", "deployment", "fresh", "legs", "loads", "prompt", "queued", "session", "struck", "trace",
         "verdict",
     )  # fmt: skip
 
@@ -261,7 +261,8 @@ class _Way:
         self.loads = loads
         self.queued = queued
         self.avoid: set[Engine] = set()
-        self.stale: set[Engine] = set()
+        self.fresh = False
+        """On new connections only: a kept one had ended, and others may have too."""
         self.struck: set[Engine] = set()
         """Reached, as far as one can know, and without an answer since."""
         self.legs = 0
@@ -314,7 +315,7 @@ class _Way:
                 self.queued = True
                 return False
             self.legs += 1
-            outcome = yield Decode(engine, None, engine in self.stale)
+            outcome = yield Decode(engine, None, self.fresh)
             if isinstance(outcome, Began):
                 engine.answered()
                 reader.read(learn=outcome.token and not outcome.whole)
@@ -331,7 +332,7 @@ class _Way:
                 self.queued = True
                 return False
             self.legs += 1
-            outcome = yield Prefill(prefill, prefill in self.stale)
+            outcome = yield Prefill(prefill, self.fresh)
             if not isinstance(outcome, Prefilled):
                 over = self._gave_nothing(prefill, outcome)
                 if not over:
@@ -364,7 +365,7 @@ class _Way:
             if prompt is not None:
                 prompt.sent(decode, sent_at)
             trace.stranded -= 1
-            answer = yield Decode(decode, prefilled.params, decode in self.stale)
+            answer = yield Decode(decode, prefilled.params, self.fresh)
             if isinstance(answer, Lost) and not answer.sent:
                 trace.stranded += 1
             if isinstance(answer, Began):
@@ -418,7 +419,9 @@ class _Way:
         """Draw the consequences of a leg. Returns whether no other engine would answer otherwise."""
         if _struck(outcome):
             self.struck.add(engine)
-        verdict = self.verdict = _after(outcome, engine, self.avoid, self.stale, self.clock())
+        if isinstance(outcome, Lost) and outcome.kind is Broken.STALE:
+            self.fresh = True
+        verdict = self.verdict = _after(outcome, engine, self.avoid, self.clock())
         return isinstance(verdict, PassOn) and verdict.final
 
     def _learn_step(self, engine: Engine, outcome: Outcome) -> None:
@@ -426,7 +429,7 @@ class _Way:
             engine.step.learn(outcome.steps, outcome.seconds, self.clock())
 
 
-def _after(outcome: Outcome, engine: Engine, avoid: set[Engine], stale: set[Engine], now: float) -> Problem | PassOn:
+def _after(outcome: Outcome, engine: Engine, avoid: set[Engine], now: float) -> Problem | PassOn:
     """Draw the consequences of a leg that gave nothing. Returns what the client hears if no other engine helps."""
     if isinstance(outcome, Replied):
         if outcome.status in (401, 403):
@@ -441,9 +444,7 @@ def _after(outcome: Outcome, engine: Engine, avoid: set[Engine], stale: set[Engi
         engine.answered()
         return PassOn(outcome.status, outcome.body)
     assert isinstance(outcome, Lost)
-    if outcome.kind is Broken.STALE and engine not in stale:
-        stale.add(engine)
-    else:
+    if outcome.kind is not Broken.STALE:
         avoid.add(engine)
         if outcome.kind is not Broken.SILENT:
             engine.failed(now, hangs=outcome.kind is Broken.CONNECT_TIMEOUT)

@@ -153,6 +153,19 @@ async def test_nor_does_it_over_kept_connections(make_site: MakeSite) -> None:
     assert sum(len(engine.heard) - 1 for engine in site.engines.values()) == flow.MAX_STRIKES
 
 
+async def test_kept_connections_that_all_end_at_once_cost_no_request(make_site: MakeSite) -> None:
+    async def once(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        await (says(b"", then="reset") if writer in used else answer_well)(heard, writer)
+        used.add(writer)
+
+    used: set[asyncio.StreamWriter] = set()
+    site = await aggregated(make_site, *[once] * 3)
+    for _ in range(3):
+        await ask(site.port, CHAT, PROMPT)
+    assert len(used) == 3
+    assert (await ask(site.port, CHAT, PROMPT)).status == 200
+
+
 @pytest.mark.parametrize(
     "reply",
     [

@@ -128,12 +128,12 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any], list[Callable[[Clock], O
     "decode 500, params spent": (
         ("p0", "d0", "d1"), {}, [KV, says(Replied(500, b"")), KV, OK], ["p0", "d0+kv", "p0", "d1+kv"], None),
     "decode stale, params spent, same engine": (
-        ("p0", "d0"), {}, [KV, says(STALE), KV, OK], ["p0", "d0+kv", "p0", "d0+kv!"], None),
-    "prefill stale, same engine": (("p0", "d0"), {}, [says(STALE), KV, OK], ["p0", "p0!", "d0+kv"], None),
-    "both stale, and both are well": (
-        ("p0", "d0"), {}, [says(STALE), KV, says(STALE), KV, OK], ["p0", "p0!", "d0+kv", "p0!", "d0+kv!"], None),
-    "stale, as they died of it": (("a0", "a1", "a2"), {}, [says(STALE), says(STALE)], ["a0", "a1"], (Problem, 503)),
-    "stale twice is a failure": (("a0",), {}, [says(STALE), says(STALE)], ["a0", "a0!"], (Problem, 503)),
+        ("p0", "d0"), {}, [KV, says(STALE), KV, OK], ["p0", "d0+kv", "p0!", "d0+kv!"], None),
+    "prefill stale, same engine": (("p0", "d0"), {}, [says(STALE), KV, OK], ["p0", "p0!", "d0+kv!"], None),
+    "prefill stale and well, decode breaks": (
+        ("p0", "d0", "d1"), {}, [says(STALE), KV, says(RESET), KV, OK], ["p0", "p0!", "d1+kv!", "p0!", "d0+kv!"], None),
+    "stale, as they died of it": (("a0", "a1", "a2"), {}, [says(STALE), says(RESET)], ["a0", "a1!"], (Problem, 503)),
+    "stale, and it is gone": (("a0",), {}, [says(STALE), says(REFUSED)], ["a0", "a0!"], (Problem, 503)),
     "only decode refused": (("p0", "d0"), {}, [KV, says(REFUSED)], ["p0", "d0+kv"], (Problem, 503)),
     "silent": (("a0",), {}, [says(Lost(Broken.SILENT, True))], ["a0"], (Problem, 504)),
     "our key refused": (("a0", "a1"), {}, [says(Replied(401, b"")), OK], ["a0", "a1"], None),
