@@ -165,6 +165,7 @@ class ClientConnection:
             else:
                 if self._reader.wants_continue:
                     self._reader.wants_continue = False
+                    self._reader.began = self._last_read = monotonic()  # it was not the client who let time pass
                     self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
                 break
         if self._paused_reading and not self._reader.full and not self._closing:

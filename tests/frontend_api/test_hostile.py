@@ -364,6 +364,29 @@ async def test_expect_continue_behind_another_request(alone: Site) -> None:
         assert (await client.reply()).status == 200
 
 
+async def test_time_that_passes_before_continue_is_not_the_clients(make_site: MakeSite) -> None:
+    async def late(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        await go_on.wait()
+        writer.write(unary(chat_reply()))
+
+    go_on = asyncio.Event()
+    site = await make_site()
+    await site.engine("a", Role.AGGREGATED, late)
+    site.publish()
+    async with Client(site.port) as client:
+        client.send(request(CHAT, PROMPT) + HEAD + SIZED + b"Expect: 100-continue\r\n\r\n")
+        await until(lambda: bool(site.engines["a"].heard))
+        (connection,) = site.server.connections
+        connection._last_read -= 1e6
+        connection._reader.began -= 1e6
+        go_on.set()
+        assert (await client.reply()).status == 200
+        assert (await client.head()).status == 100
+        site.server.sweep(asyncio.get_running_loop().time())
+        client.send(BODY)
+        assert (await client.reply()).status == 200
+
+
 async def test_http_1_0_knows_no_continue(alone: Site) -> None:
     async with Client(alone.port) as client:
         client.send(HEAD.replace(b"1.1", b"1.0") + SIZED + b"Expect: 100-continue\r\n\r\n")
