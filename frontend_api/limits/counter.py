@@ -1,7 +1,8 @@
 """The one counter of all routers: a script in Redis that takes a whole batch of reservations and settlements at a time.
 
 Requests and tokens are sums per second and key (rules: `windows`). Requests at a time are told by each router as its whole
-number per key, so that repeating or losing a message does no harm; a router that has not spoken for its lease counts no more.
+number per key, whatever its limits are now, so that repeating or losing a message does no harm; a router that has not spoken
+for its lease counts no more. A router that knows an older count than the one it finds is told so, and nothing is counted.
 Nothing here decides what to do without Redis: `limits` does.
 """
 
@@ -21,7 +22,7 @@ LEASE = 10
 
 SCRIPT = """
 local batch = cmsgpack.unpack(ARGV[1])
-local router, lease = batch[1], batch[2]
+local router, lease, known = batch[1], batch[2], batch[3]
 local clock = redis.call('TIME')
 local now = tonumber(clock[1])
 local exact = now + tonumber(clock[2]) / 1000000
@@ -29,8 +30,14 @@ local routers = 'tandem:limits:routers'
 redis.call('ZADD', routers, exact + lease, router)
 redis.call('ZREMRANGEBYSCORE', routers, '-inf', exact)
 redis.call('EXPIRE', routers, 3600)
+redis.call('SET', 'tandem:limits:born', clock[1] .. '.' .. clock[2], 'NX')
+redis.call('EXPIRE', 'tandem:limits:born', 3600)
+local born = redis.call('GET', 'tandem:limits:born')
 local replies = {}
-for i, line in ipairs(batch[3]) do
+if known ~= '' and known ~= born then
+  batch[4] = {}
+end
+for i, line in ipairs(batch[4]) do
   local id, max_requests, max_tokens, max_held = line[1], line[2], line[3], line[4]
   local held, owed, asks = line[5], line[6], line[7]
   local reply = {0, 0, 0}
@@ -143,17 +150,15 @@ for i, line in ipairs(batch[3]) do
     end
     reply[1], reply[2], reply[3] = last, requests, tokens
   end
-  if max_held > 0 then
-    if held + granted > 0 then
-      redis.call('HSET', holders, router, held + granted)
-      redis.call('EXPIRE', holders, 60)
-    else
-      redis.call('HDEL', holders, router)
-    end
+  if held + granted > 0 then
+    redis.call('HSET', holders, router, held + granted)
+    redis.call('EXPIRE', holders, 60)
+  else
+    redis.call('HDEL', holders, router)
   end
   replies[i] = reply
 end
-return cmsgpack.pack({exact, redis.call('ZCARD', routers), replies})
+return cmsgpack.pack({exact, redis.call('ZCARD', routers), replies, born})
 """
 
 
@@ -184,6 +189,12 @@ class Reply(Struct, array_like=True, frozen=True):
     lines: list[list[float]]
     """Per line: the newest second in the window, its requests and tokens; then for each ask: bound, wait, requests and tokens
     counted by then."""
+    born: str = ""
+    """Names this count: another Redis, or one that lost everything, has another."""
+
+
+class Forgotten(Exception):
+    """Redis has lost what it counted, and has counted nothing of this batch."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -198,22 +209,27 @@ class RedisCounter:
         self._router = router
         self._connection: Any = None
         self._digest = b""
+        self._born = ""
 
     async def ask(self, lines: list[Line], *, last: bool = False) -> Reply:
-        """Count a batch. `last`: this router ends. Raises `RedisError`, `OSError`, or `MsgspecError` for an odd answer; then,
+        """Count a batch. `last`: this router ends. Raises `Forgotten`; `RedisError`, `OSError`, or `MsgspecError` for an odd answer; then,
         and when the call is cancelled, `drop` the connection: an answer may still be under way on it."""
         if self._connection is None:
             self._connection = self._pool.make_connection()
             self._connection.socket_timeout = None  # the caller's limit is shorter, and one timer is enough
             await self._connection.connect()
             self._digest = await self._call("SCRIPT", "LOAD", SCRIPT)
-        batch = _encode((self._router, 0 if last else LEASE, lines))
+        batch = _encode((self._router, 0 if last else LEASE, self._born, lines))
         try:
             answer = await self._call("EVALSHA", self._digest, "0", batch)
         except NoScriptError:  # Redis was emptied
             self._digest = await self._call("SCRIPT", "LOAD", SCRIPT)
             answer = await self._call("EVALSHA", self._digest, "0", batch)
-        return _decode(answer)
+        reply = _decode(answer)
+        known, self._born = self._born, reply.born
+        if known not in ("", reply.born):
+            raise Forgotten
+        return reply
 
     async def _call(self, *command: Any) -> bytes:
         await self._connection.send_command(*command, check_health=False)

@@ -21,7 +21,7 @@ from redis.exceptions import RedisError
 from controlplane.fleet.wire import SnapshotKey
 from frontend_api.limits import answers
 from frontend_api.limits.answers import Refusal, Standing
-from frontend_api.limits.counter import LEASE, Line, Reply
+from frontend_api.limits.counter import LEASE, Forgotten, Line, Reply
 from frontend_api.limits.use import Hold, Sent, State, Use
 from frontend_api.limits.windows import SPAN, Bound, Judged
 
@@ -242,7 +242,7 @@ class KeyLimits:
             use.window.slide(now)
             if use.idle and use not in self._touched:
                 del self._uses[name]
-            elif use.held and use.caps.concurrency:
+            elif use.held:
                 self._touched[use] = None
         self._wanted.set()
 
@@ -264,6 +264,8 @@ class KeyLimits:
         ends = max(min(began) + self._patience, now + LEAST_PATIENCE) if began else now + RECONNECT_SECONDS
         try:
             reply = await self._ask([part.line(oldest) for part in sent], ends, last)
+        except Forgotten:
+            self._again(sent)
         except (RedisError, OSError, TimeoutError, MsgspecError) as error:
             self._failed(sent, error)
             await self._counter.drop()
@@ -300,6 +302,18 @@ class KeyLimits:
                     hold.second = second
                     part.use.window.add(second, 1, hold.tokens)
                 self._answer(hold, judged, Standing(int(requests), int(tokens), last + SPAN + 1 - reply.now))
+
+    def _again(self, sent: list[Sent]) -> None:
+        """Tell all that this process has granted once more; then ask anew."""
+        log.warning("Redis has lost its counts of limits: this process tells its part again.")
+        for part in sent:
+            part.use.asked = 0
+            part.use.waiting = part.asks + part.use.waiting
+            self._touched[part.use] = None
+        for use in self._uses.values():
+            use.owed = use.window.seconds()
+            self._touched[use] = None
+        self._wanted.set()
 
     def _failed(self, sent: list[Sent], error: Exception) -> None:
         if not self.away:

@@ -78,6 +78,10 @@ class Window:
         self.tokens += tokens
         self.last = max(self.last, second)
 
+    def seconds(self) -> dict[int, tuple[int, int]]:
+        """All that is in it: requests and tokens by second."""
+        return {second: (requests, tokens) for second, (requests, tokens) in self._seconds.items()}
+
     def judge(self, caps: Caps, held: int, tokens: int, now: float) -> Judged:
         """Whether one more request with these tokens may come, with `held` there already. Counts nothing."""
         self.slide(now)

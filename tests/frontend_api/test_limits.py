@@ -20,7 +20,7 @@ from controlplane.fleet.model import Role
 from controlplane.fleet.wire import SnapshotKey
 from frontend_api.limits.answers import Refusal
 from frontend_api.limits.charges import Estimate
-from frontend_api.limits.counter import Line, Reply
+from frontend_api.limits.counter import Forgotten, Line, Reply
 from frontend_api.limits.reserve import KeyLimits
 from frontend_api.limits.use import Hold
 from frontend_api.limits.windows import Bound
@@ -381,6 +381,23 @@ async def test_what_was_granted_meanwhile_is_told_when_the_counter_is_back() -> 
     assert far.calls[-1] == [], "told once"
 
 
+async def test_a_counter_that_forgot_everything_is_told_again_before_it_is_asked() -> None:
+    far = Far()
+    limits = KeyLimits(far)
+    requests = Requests(limits, requests_per_minute=9)
+    requests.ask()
+    far.answers.put_nowait(granted([Line("k", 9, 0, 0, 0, [], [5])]))
+    await limits.tell()
+    requests.ask()
+    far.answers.put_nowait(Forgotten())
+    await limits.tell()
+    assert requests.answers == [None]
+    far.answers.put_nowait(granted(far.calls[-1]))
+    await limits.tell()
+    assert far.calls[-1] == [Line("k", 9, 0, 0, 1, [(1_700_000_000, 1, 5)], [5])]
+    assert requests.answers == [None, None]
+
+
 async def test_a_client_that_leaves_while_it_waits_holds_nothing() -> None:
     far = Far()
     limits = KeyLimits(far)
@@ -451,10 +468,11 @@ async def test_of_what_was_left_when_the_counter_last_spoke_each_takes_its_part(
     assert (refusal.bound, 59 < refusal.wait <= 61) == (Bound.REQUESTS, True)
 
 
-async def test_a_beat_tells_again_what_is_held_and_forgets_only_what_is_over() -> None:
+@pytest.mark.parametrize(("limit", "caps"), [("concurrency", (0, 0, 3)), ("requests_per_minute", (3, 0, 0))])
+async def test_a_beat_tells_again_what_is_held_and_forgets_only_what_is_over(limit: str, caps: Any) -> None:
     far = Far()
     limits = KeyLimits(far)
-    requests = Requests(limits, concurrency=3)
+    requests = Requests(limits, **{limit: 3})
     requests.ask()
     task = asyncio.create_task(limits.tell())
     await until(lambda: len(far.calls) == 1)
@@ -465,7 +483,7 @@ async def test_a_beat_tells_again_what_is_held_and_forgets_only_what_is_over() -
     limits.beat()
     far.answers.put_nowait(Reply(1_700_000_001.0, 1, [[0, 0, 0]]))
     await limits.tell()
-    assert far.calls[-1] == [Line("k", 0, 0, 3, 1, [], [])]
+    assert far.calls[-1] == [Line("k", *caps, 1, [], [])]
     limits._uses["k"].window.slide(2e9)
     limits._uses["k"].held = 0
     limits.beat()

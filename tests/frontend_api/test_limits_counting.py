@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frontend_api.limits import counter
-from frontend_api.limits.counter import Line, RedisCounter
+from frontend_api.limits.counter import Forgotten, Line, RedisCounter
 from frontend_api.limits.windows import SPAN, Bound, Caps, Window
 from tests.conftest import RedisServer
 
@@ -116,7 +116,7 @@ class Twice:
 
     async def ask(self, now: float, line: Line) -> list[float]:
         second = int(now)
-        batch = counter._encode(("r", 10, [line]))
+        batch = counter._encode(("r", 10, "", [line]))
         answer = await self.script(args=[batch, second, round((now - second) * 1e6)], client=self.client)
         return counter._decode(answer).lines[0]
 
@@ -189,6 +189,17 @@ async def test_requests_at_a_time_over_routers(client: redis.Redis) -> None:
     await two.drop()
 
 
+async def test_a_limit_that_is_set_later_counts_what_runs_already(client: redis.Redis) -> None:
+    one, two = RedisCounter(client, "one"), RedisCounter(client, "two")
+    assert await bounds(one, line(requests=9, asks=2)) == [[Bound.NONE, Bound.NONE]]
+    assert await bounds(two, line(held_max=3, asks=2)) == [[Bound.NONE, Bound.CONCURRENCY]]
+    # And one that is set again counts nothing that has ended meanwhile.
+    await bounds(one, line(requests=9, held=0))
+    assert await bounds(two, line(held_max=3, held=1, asks=3)) == [[Bound.NONE, Bound.NONE, Bound.CONCURRENCY]]
+    await one.drop()
+    await two.drop()
+
+
 async def test_a_router_that_died_holds_nothing_when_its_lease_is_over(
     client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,6 +233,9 @@ async def test_a_redis_that_lost_everything_goes_on(client: redis.Redis) -> None
     assert await bounds(router, line(requests=1, asks=2)) == [[Bound.NONE, Bound.REQUESTS]]
     await client.flushall()
     await client.script_flush()
+    with pytest.raises(Forgotten):
+        await bounds(router, line(requests=1, asks=2))
+    assert await client.keys("tandem:limits:window:*") == []
     assert await bounds(router, line(requests=1, asks=2)) == [[Bound.NONE, Bound.REQUESTS]]
     await router.drop()
 
@@ -244,7 +258,7 @@ async def test_what_is_counted_does_not_stay_in_redis(client: redis.Redis) -> No
     router = RedisCounter(client, "one")
     await bounds(router, line(requests=9, held_max=9, asks=2), line("other", requests=1, asks=1))
     keys = [key async for key in client.scan_iter("tandem:limits:*")]
-    assert len(keys) == 4
+    assert len(keys) == 6
     for key in keys:
         assert 0 < await client.ttl(key) <= 3600
     await router.drop()
