@@ -117,11 +117,7 @@ class KeyLimits:
     def reserve(self, hold: Hold) -> None:
         """Ask for room. The answer comes at once or later."""
         use = hold.use = self._use(hold.key)
-        caps = use.caps
-        if caps.tokens and hold.tokens > caps.tokens:  # it can never pass: the counter is not asked
-            use.window.slide(self._now())
-            self._answer(hold, Judged(Bound.TOKENS, SPAN + 1.0), use.standing(self._now()))
-        elif self._counter is None or self.away:
+        if self._counter is None or self.away:
             self._decide(hold)
         else:
             loop = asyncio.get_running_loop()
@@ -155,7 +151,7 @@ class KeyLimits:
         use, now = hold.use, self._now()
         caps = use.caps.share(self._share())
         # One that is larger than a share passes when nothing else is in the window: else it could not until Redis is back.
-        tokens = min(hold.tokens, caps.tokens) if caps.tokens else hold.tokens
+        tokens = min(hold.tokens, caps.tokens) if caps.tokens and hold.tokens <= use.caps.tokens else hold.tokens
         judged = use.window.judge(caps, use.held, tokens, now)
         if judged.bound is Bound.NONE and self._counter is not None:
             judged = use.spare(self._share(), hold.tokens, now)

@@ -398,6 +398,21 @@ async def test_a_counter_that_forgot_everything_is_told_again_before_it_is_asked
     assert requests.answers == [None, None]
 
 
+async def test_what_can_never_pass_is_told_too_what_all_routers_have_used() -> None:
+    far = Far()
+    limits = KeyLimits(far, processes=2)
+    requests = Requests(limits, tokens_per_minute=100)
+    hold = requests.ask(tokens=500)
+    far.answers.put_nowait(Reply(1_700_000_000.5, 2, [[1_700_000_000, 3, 40, Bound.TOKENS, 61.0, 3, 40]]))
+    await limits.tell()
+    assert b"x-ratelimit-remaining-tokens: 60\r\n" in hold.headers
+    requests.ask(tokens=500)
+    far.answers.put_nowait(RedisConnectionError("gone"))
+    await limits.tell()
+    requests.ask(tokens=500)
+    assert [refusal and (refusal.bound, refusal.wait) for refusal in requests.answers] == [(Bound.TOKENS, 61.0)] * 3
+
+
 async def test_a_client_that_leaves_while_it_waits_holds_nothing() -> None:
     far = Far()
     limits = KeyLimits(far)
