@@ -32,9 +32,11 @@ LEAST_REFRESH_SECONDS = 0.001
 """… and no less than this."""
 SILENCE_SECONDS = 3.0
 """After which a router of another host that says nothing is taken to have no load."""
-_NAMES_SUM, _NAMES, _CLAIM, _LINE = 0, 1, 2, 3
-"""Head of a row: checksum and number of the names, and the claim of the process's first waiting request with its line."""
-_HEAD = 4
+LINES = 16
+"""In which siblings see that a process has requests waiting: of more, those with the most urgent ones."""
+_NAMES_SUM, _NAMES, _CLAIMS = 0, 1, 2
+"""Head of a row: checksum and number of the names, and the claim of the first waiting request of each line, with the line."""
+_HEAD = _CLAIMS + 2 * LINES
 _VALUES = _HEAD + ENGINES
 _ROW = _VALUES + 2 * ENGINES
 
@@ -225,15 +227,23 @@ class Loads:
 
     # ---- requests that wait for room
 
-    def claim(self, claim: int, line: int) -> None:
-        """Show the siblings how urgent this process's first waiting request is (the smallest first, 0: none waits), and in
-        which line it stands."""
+    def claim(self, *firsts: tuple[int, int]) -> None:
+        """Show the siblings how urgent the first waiting request of each line is (never 0), and which line that is; the smallest
+        first."""
         if self._row is not None:
-            self._row[_CLAIM], self._row[_LINE] = claim, line
+            cells = [cell for first in firsts[:LINES] for cell in first]
+            for at, cell in enumerate([*cells, 0] if len(firsts) < LINES else cells, _CLAIMS):
+                self._row[at] = cell
 
     def claims(self) -> list[tuple[int, int]]:
         """The siblings' claims and their lines."""
-        return [(sibling.row[_CLAIM], sibling.row[_LINE]) for sibling in self._siblings if sibling.row[_CLAIM]]
+        found = []
+        for sibling in self._siblings:
+            at = _CLAIMS
+            while at < _HEAD and (claim := sibling.row[at]):
+                found.append((claim, sibling.row[at + 1]))
+                at += 2
+        return found
 
     def answer_call(self) -> None:
         """A sibling has called."""
@@ -244,5 +254,5 @@ class Loads:
     def call(self) -> None:
         """Some load is gone: siblings whose requests wait shall look."""
         for sibling in self._siblings:
-            if sibling.row[_CLAIM]:
+            if sibling.row[_CLAIMS]:
                 os.eventfd_write(sibling.waker, 1)

@@ -1,7 +1,7 @@
 """Requests that wait in this process while every engine they could go to is full: one line per deployment.
 
 Of those that wait the one with the higher priority goes first, else the one that came first; so it is between the processes
-of one host too, as each shows the claim of its first one. They are called when load is released, here or elsewhere, and when
+of one host too, as each shows the claim of the first one of a line. They are called when load is released, here or elsewhere, and when
 the fleet changes; nothing polls. It decides nothing about engines: who is called chooses anew, and stays if there was no room.
 """
 
@@ -184,8 +184,7 @@ class Waiting:
         place.waiter.no_room()
 
     def _show_claim(self) -> None:
-        firsts = ((place.claim, line.key) for line in self._lines.values() for place in line.firsts())
-        self._loads.claim(*min(firsts, default=(0, 0)))
+        self._loads.claim(*sorted((line.firsts()[0].claim, line.key) for line in self._lines.values()))
 
     def _gives_way(self) -> bool:
         """Whether a sibling has a more urgent request in a line that this process has too."""

@@ -106,7 +106,7 @@ def test_cells_of_engines_that_left_are_used_again(table: Table) -> None:
 def test_a_dead_process_has_no_load(table: Table) -> None:
     one, two = Process(table, 0).take("a"), Process(table, 1).take("a")
     carrying(one.engine("a"), 70).__enter__()
-    one.loads.claim(5, 9)
+    one.loads.claim((5, 9))
     assert (two.others(), two.loads.claims()) == ({"a": (1, 70)}, [(5, 9)])
     table.clear(0)
     assert (two.others(), two.loads.claims()) == ({}, [])

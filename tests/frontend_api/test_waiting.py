@@ -11,8 +11,9 @@ from zlib import crc32
 import pytest
 
 from controlplane.fleet.model import Role
-from controlplane.fleet.wire import FleetSnapshot, RequestRecord, Result, RoutingPolicy
+from controlplane.fleet.wire import FleetSnapshot, RequestRecord, Result, RoutingPolicy, SnapshotDeployment
 from frontend_api.routing.loads import Table
+from frontend_api.routing.view import Deployment
 from frontend_api.routing.waiting import Waiting
 from tests.frontend_api.client import PROMPT, Client, ask
 from tests.frontend_api.conftest import MakeSite, Site, until
@@ -335,15 +336,36 @@ def test_newcomers_queue_up_behind_a_siblings_requests_too(table: Table) -> None
         return waiting.before(one.deployment, alone=False, priority=priority)
 
     assert not behind()
-    two.loads.claim(int(monotonic() * 1000), crc32(b"m"))
+    two.loads.claim((int(monotonic() * 1000), crc32(b"m")))
     assert behind()
     assert not behind(priority=1)
-    two.loads.claim(int(monotonic() * 1000), crc32(b"another"))
+    two.loads.claim((int(monotonic() * 1000), crc32(b"another")))
     assert not behind()
-    two.loads.claim(-1 << 48, crc32(b"m"))
+    two.loads.claim((-1 << 48, crc32(b"m")))
     assert behind()
     table.clear(1)
     assert not behind()
+
+
+async def test_newcomers_queue_up_in_every_line_in_which_a_sibling_waits(table: Table) -> None:
+    one, two = Process(table, 0).take("a"), Process(table, 1).take("a")
+    entry = SnapshotDeployment("d2", "another", RoutingPolicy(), ())
+    here, there = Waiting(one.view, one.loads), Waiting(two.view, two.loads)
+    lines = [one.deployment, Deployment(entry, ())]
+
+    class Patient:
+        def room(self, deployment: Deployment | None) -> None: ...
+        def no_room(self) -> None: ...
+
+    def behind() -> list[bool]:
+        return [here.before(deployment, alone=False, priority=0) for deployment in lines]
+
+    places = [there.join(deployment, Patient(), alone=False, priority=0) for deployment in lines]
+    assert behind() == [True, True]
+    for place, left in zip(places, ([False, True], [False, False]), strict=True):
+        assert place is not None
+        there.leave(place)
+        assert behind() == left
 
 
 async def test_a_storm_on_several_processes_never_exceeds_the_limit(make_site: MakeSite, table: Table) -> None:
