@@ -324,7 +324,6 @@ class Rank:
         self.restarts += 1
         self._restarted_at.append(now)
         self._forget()
-        self._trouble.clear()
         if len(self._restarted_at) == UNSTEADY and now - self._restarted_at[0] < UNSTEADY_SECONDS:
             self._trouble[Trouble.AMBIGUOUS] = now
         if self._replays:
@@ -339,6 +338,7 @@ class Rank:
         self.block_size = self._said_size
         self._last = b""
         self._unproved.clear()
+        self._trouble.clear()
         self._knowledge = Knowledge.UNHEARD
         self._stored = self._removed = 0
 

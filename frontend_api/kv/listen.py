@@ -61,6 +61,7 @@ class Follower:
         self._saved = saved
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))  # each rank takes four
         self._futures = zmq.asyncio.Context(self._context)
         """The same, of sockets to be awaited."""
         self._tasks: dict[Source, asyncio.Task[None]] = {}
@@ -111,16 +112,27 @@ class Follower:
 
     async def _follow(self, source: Source, rank: Rank) -> None:
         asking = asyncio.create_task(self._replays(source, rank)) if source.replay else None
-        sub = _prepared(self._context.socket(zmq.SUB))  # a plain one: futures cost more than what a message says
+        kinds = zmq.EVENT_DISCONNECTED
+        try:  # a plain socket: futures cost more than what a message says
+            with _prepared(self._context.socket(zmq.SUB)) as sub, sub.get_monitor_socket(kinds) as ends:
+                sub.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+                sub.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_SECONDS * 1_000))
+                sub.setsockopt(zmq.SUBSCRIBE, b"")
+                sub.connect(source.events)
+                await self._listen(sub, ends, rank)
+        except zmq.ZMQError as error:
+            log.error("The events of %s at %s cannot be followed: %s", source.engine, source.events, error)
+        finally:
+            if asking is not None:
+                asking.cancel()
+        await asyncio.sleep(RETRY_SECONDS)
+
+    async def _listen(self, sub: zmq.Socket[bytes], ends: zmq.Socket[bytes], rank: Rank) -> None:
+        """For ever. `ends`: tells of its connections."""
         loop, there = asyncio.get_running_loop(), asyncio.Event()
-        ends = sub.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        descriptor, ending = sub.fileno(), ends.fileno()
+        descriptors = sub.fileno(), ends.fileno()
         try:
-            sub.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
-            sub.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_SECONDS * 1_000))
-            sub.setsockopt(zmq.SUBSCRIBE, b"")
-            sub.connect(source.events)
-            for number in (descriptor, ending):
+            for number in descriptors:
                 loop.add_reader(number, there.set)
             while True:
                 turn = monotonic()
@@ -136,16 +148,10 @@ class Follower:
                         rank.live(sequence, frames[-1], monotonic())
                     turn = await _take_turns(turn)
                 await there.wait()
-        except zmq.ZMQError as error:
-            log.error("The events of %s at %s cannot be followed: %s", source.engine, source.events, error)
         finally:
-            for number in (descriptor, ending):
+            for number in descriptors:
                 loop.remove_reader(number)
-            sub.disable_monitor()
-            sub.close(0)
-            if asking is not None:
-                asking.cancel()
-        await asyncio.sleep(RETRY_SECONDS)
+            sub.disable_monitor()  # before `ends` closes: ZMQ's thread would wait for ever for somebody to tell
 
     async def _replays(self, source: Source, rank: Rank) -> None:
         if self._saved is not None:
@@ -154,24 +160,22 @@ class Follower:
             while rank.wanted is None:  # noqa: ASYNC110 - the state machine sets no event
                 await asyncio.sleep(0.05)
             start = rank.asked()
-            dealer = _prepared(self._futures.socket(zmq.DEALER))
             try:
-                dealer.connect(source.replay)
-                await dealer.send_multipart([b"", start.to_bytes(8, "big")])
-                turn, sequence = monotonic(), _NONE
-                while sequence != END:
-                    async with asyncio.timeout(REPLAY_SECONDS):
-                        frames = await dealer.recv_multipart()
-                    before, sequence = sequence, _sequence(frames)
-                    if sequence != END and sequence <= max(before, start - 1):
-                        raise _NoReplay
-                    rank.replayed(sequence, frames[-1], monotonic())
-                    turn = await _take_turns(turn)
+                with _prepared(self._futures.socket(zmq.DEALER)) as dealer:
+                    dealer.connect(source.replay)
+                    await dealer.send_multipart([b"", start.to_bytes(8, "big")])
+                    turn, sequence = monotonic(), _NONE
+                    while sequence != END:
+                        async with asyncio.timeout(REPLAY_SECONDS):
+                            frames = await dealer.recv_multipart()
+                        before, sequence = sequence, _sequence(frames)
+                        if sequence != END and sequence <= max(before, start - 1):
+                            raise _NoReplay
+                        rank.replayed(sequence, frames[-1], monotonic())
+                        turn = await _take_turns(turn)
             except (TimeoutError, zmq.ZMQError, _NoReplay):
                 rank.replay_failed(monotonic())
                 await asyncio.sleep(TICK_SECONDS)
-            finally:
-                dealer.close(0)
 
 
 def _sequence(frames: Sequence[bytes]) -> int:

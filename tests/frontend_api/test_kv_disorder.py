@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -15,7 +19,10 @@ from controlplane.fleet.model import Role
 from controlplane.fleet.wire import RoutingMode, RoutingPolicy
 from frontend_api.formats.openai import Endpoint
 from frontend_api.kv import events, listen
-from frontend_api.kv.evidence import Cache, TokenSource
+from frontend_api.kv.events import Rank
+from frontend_api.kv.evidence import Cache, Evidence, Source, TokenSource
+from frontend_api.kv.index import Index
+from frontend_api.kv.knowledge import Knowledge
 from frontend_api.kv.listen import Follower
 from tests.conftest import free_port
 from tests.frontend_api.client import ask
@@ -280,6 +287,30 @@ async def test_without_a_replay_address_nothing_outlives_the_connection(make_sce
     await publisher.close()  # whoever comes in its place may publish nothing
     await scene.stands("blind", "not-heard")
     assert (await scene.told([*LINES[0], 7]))[2] == "0/65"
+
+
+async def test_a_large_fleet_is_followed_and_nothing_stays_open() -> None:
+    """A context of ZMQ has room for 1,023 sockets, unless it is told otherwise."""
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # as the router does
+    before = psutil.Process().num_fds()
+    publisher, index = Publisher(size=SIZE), Index()
+    sources = {
+        Source("m", f"a{n}", 1, "", 0, publisher.events, publisher.replay): Rank(
+            index, block_size=SIZE, replays=True, now=0.0
+        )
+        for n in range(400)
+    }
+    evidence = SimpleNamespace(sources=lambda: sources, caches={}, tick=lambda now: None)
+    follower = asyncio.create_task(Follower(cast(Evidence, evidence), lambda folder, key: Ids()).run())
+    try:
+        await until(lambda: all(rank.knowledge is Knowledge.COMPLETE for rank in sources.values()))
+    finally:
+        follower.cancel()
+        await asyncio.gather(follower, return_exceptions=True)
+        await publisher.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    assert psutil.Process().num_fds() <= before
 
 
 async def test_a_connection_that_nobody_serves_any_more_is_made_anew(

@@ -277,6 +277,16 @@ def test_the_next_number_after_a_lost_connection_may_be_another_process(again: b
     assert line.rank.restarts == (not again)
 
 
+def test_what_was_wrong_before_a_lost_connection_says_nothing_of_the_next() -> None:
+    line = Line(replays=False)
+    line.live(*run(0, 0), *run(5, 5))
+    assert line.state == (Knowledge.PARTIAL, 0, [Trouble.GAP])
+    line.rank.disconnected()
+    assert line.state == (Knowledge.UNHEARD, 0, [])
+    line.live(*run(0, 0))
+    assert line.state == (Knowledge.COMPLETE, 1, [])
+
+
 def test_a_lower_sequence_that_no_replay_explains_is_a_restart() -> None:
     line = ready()
     line.live((0, batch(stored(0))))
