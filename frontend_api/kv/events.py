@@ -88,7 +88,7 @@ class Rank:
         """What the saved index knew, until the publisher proves that it still holds."""
         self._bounds: set[Bound] = set()
         self._stored = self._removed = 0
-        """Blocks since the last sign of one that is not known."""
+        """Blocks since the last sign of one that is not known; removed: less those that were known then."""
         if replays:
             self.wanted = 0
 
@@ -109,8 +109,12 @@ class Rank:
         """The publisher's connection has ended: what comes next may be another process's, also under the next number."""
         if not self._replays:
             self._forget()
-        elif self._next and self.wanted is None:
-            self.wanted = self._next - 1
+        elif self._next:
+            self._doubt()
+        else:
+            self._waiting.clear()
+            if self._asked is not None:
+                self.wanted = 0
 
     def asked(self) -> int:
         """The replay that is wanted is asked for now. Returns the sequence it begins at."""
@@ -127,11 +131,11 @@ class Rank:
         if sequence == END:
             self._replay_ended(now)
             return
-        self._answered = True
-        if self._unproved:
-            self._unproved.discard((sequence, xxh3_128_digest(payload)))
+        first, self._answered = not self._answered, True
         if self.wanted is not None:
             return  # a restart was found on the way: another replay follows
+        if self._unproved:
+            self._unproved.discard((sequence, xxh3_128_digest(payload)))
         if self._restored is not None and self._next is not None and sequence >= self._next:
             self._forget()  # the batches between are no longer kept: the saved index helps nobody
         if self._next is None:
@@ -143,8 +147,10 @@ class Rank:
             elif self._restored is not None:
                 self._knowledge, self._restored = self._restored, None
                 self.index.show(self.holder)
+        elif first and self._unproved and sequence >= self._next:
+            self._restarted(now)  # what waits may be of two processes
         elif sequence >= self._next:
-            if sequence > self._next:
+            if sequence > self._next or (first and sequence != self._asked):  # nothing shows who sends it
                 self._lost(now)
             self._apply(sequence, payload, now)
             if self._checking:
@@ -160,7 +166,7 @@ class Rank:
         self._quiet_since = now
         if self._restored is not None:
             self._forget()
-        elif self._unproved:
+        elif self._unproved and self._waiting:
             self._restarted(now)
         if self._knowledge is not Knowledge.UNHEARD:
             self._trouble.setdefault(Trouble.SILENT, now)
@@ -183,6 +189,8 @@ class Rank:
             self.holder.forgot = False
             self._bounds.add(Bound.INDEX_FULL)
             self._in_part()
+            if self._restored is not None:
+                self._restored = Knowledge.PARTIAL
 
     def computed(self, now: float) -> None:
         """The engine has computed a prompt that fills blocks of which the index knows nothing: events must tell of them.
@@ -195,6 +203,8 @@ class Rank:
     def close(self) -> None:
         """The engine is gone, and its blocks with it."""
         self.index.drop_holder(self.holder)
+        self.index = Index()  # for what is still under way: the holder's bit may soon be another one's
+        self.holder = self.index.add_holder()
 
     def counts(self) -> Counter[str]:
         """What its sequence went through."""
@@ -210,7 +220,9 @@ class Rank:
         return Saved(
             sequence=self._next - 1,
             digest=self._last,
-            complete=self._knowledge is Knowledge.COMPLETE,
+            complete=self._knowledge is Knowledge.COMPLETE
+            and not self.holder.forgot
+            and Trouble.MISMATCH not in self._trouble,
             block_size=self.block_size,
             source=self._source,
             groups=tuple(sorted(self.holder.skipped_groups)),
@@ -228,7 +240,11 @@ class Rank:
         keys, values = array("Q", saved.keys), array("Q", saved.values)
         self._restored = Knowledge.COMPLETE if saved.complete else Knowledge.PARTIAL
         self.index.hide(self.holder)
-        yield from self.index.restore(self.holder, keys, values)
+        holder = self.holder
+        for _ in self.index.restore(holder, keys, values):
+            yield
+            if self.holder is not holder:
+                return  # it is closed
         self.holder.skipped_groups.update(saved.groups)
         self.block_size = self.block_size or saved.block_size
         if saved.block_size:
@@ -273,13 +289,13 @@ class Rank:
 
     def _take(self, sequence: int, payload: bytes, now: float) -> None:
         expected = self._next
-        if expected is not None and sequence != expected:
+        if expected is not None and (sequence != expected or self._unproved):
             if sequence == expected - 1 and xxh3_128_digest(payload) == self._last:
                 return
-            if self._replays:
-                self.wanted = max(min(sequence, expected - 1), 0)
-                if sequence < expected:  # it is late, or another process sends it
-                    self._unproved = {(sequence, xxh3_128_digest(payload)), (expected - 1, self._last)}
+            if self._replays and (sequence < expected or self._unproved):  # it is late, or another process sends it
+                self._doubt((sequence, xxh3_128_digest(payload)))
+            elif self._replays:
+                self.wanted = max(expected - 1, 0)
             elif sequence > expected:
                 self._lost(now)
             else:
@@ -291,6 +307,12 @@ class Rank:
         if expected is None:
             self._begin(sequence)
         self._apply(sequence, payload, now)
+
+    def _doubt(self, *others: tuple[int, bytes]) -> None:
+        """Let a replay show that the process that has sent the last batch, and these, is the one that answers."""
+        assert self._next
+        self._unproved.update(others, ((self._next - 1, self._last),))
+        self.wanted = min(sequence for sequence, _ in self._unproved)
 
     def _replay_ended(self, now: float) -> None:
         asked, self._asked = self._asked, None
@@ -327,6 +349,7 @@ class Rank:
         if len(self._restarted_at) == UNSTEADY and now - self._restarted_at[0] < UNSTEADY_SECONDS:
             self._trouble[Trouble.AMBIGUOUS] = now
         if self._replays:
+            self._waiting.clear()  # some may be the old one's; the replay brings those that are not
             self.wanted = 0
 
     def _forget(self) -> None:
@@ -341,18 +364,22 @@ class Rank:
         self._trouble.clear()
         self._knowledge = Knowledge.UNHEARD
         self._stored = self._removed = 0
+        if self.wanted:
+            self.wanted = 0
 
     def _lost(self, now: float) -> None:
         """Batches are gone for good: any block may have been removed in them."""
         self.gaps += 1
         self.index.clear(self.holder)
         self._trouble[Trouble.GAP] = now
+        self._unproved.clear()
+        self.block_size = self._said_size
         self._in_part()
 
     def _in_part(self) -> None:
-        """It holds blocks that are not known."""
+        """It holds blocks that are not known, and may have used them just now: all that are known may go before them."""
         self._knowledge = Knowledge.PARTIAL
-        self._stored = self._removed = 0
+        self._stored, self._removed = 0, -len(self.holder.blocks)
 
     # ---- one batch
 
@@ -438,7 +465,7 @@ class Rank:
                 gone = held - len(holder.blocks)
                 self._removed += gone
                 if gone < len(event.block_hashes):
-                    self._in_part()
+                    self._stored, self._removed = 0, min(self._removed, 0)
                 self._turn_over()
 
     def _turn_over(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, TypeVar, cast
@@ -112,7 +113,7 @@ class Follower:
 
     async def _follow(self, source: Source, rank: Rank) -> None:
         asking = asyncio.create_task(self._replays(source, rank)) if source.replay else None
-        kinds = zmq.EVENT_DISCONNECTED
+        kinds = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
         try:  # a plain socket: futures cost more than what a message says
             with _prepared(self._context.socket(zmq.SUB)) as sub, sub.get_monitor_socket(kinds) as ends:
                 sub.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
@@ -129,7 +130,7 @@ class Follower:
 
     async def _listen(self, sub: zmq.Socket[bytes], ends: zmq.Socket[bytes], rank: Rank) -> None:
         """For ever. `ends`: tells of its connections."""
-        loop, there = asyncio.get_running_loop(), asyncio.Event()
+        loop, there, connected = asyncio.get_running_loop(), asyncio.Event(), False
         descriptors = sub.fileno(), ends.fileno()
         try:
             for number in descriptors:
@@ -139,12 +140,14 @@ class Follower:
                 there.clear()  # before looking: the descriptor says only that something has changed since the last look
                 while True:
                     while cast(int, ends.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                        ends.recv_multipart(zmq.NOBLOCK)
-                        rank.disconnected()
+                        event = int.from_bytes(ends.recv_multipart(zmq.NOBLOCK)[0][:2], sys.byteorder)
+                        connected = event == zmq.EVENT_CONNECTED
+                        if not connected:
+                            rank.disconnected()
                     if not cast(int, sub.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                         break
                     frames = sub.recv_multipart(zmq.NOBLOCK)
-                    if (sequence := _sequence(frames)) >= 0:
+                    if connected and (sequence := _sequence(frames)) >= 0:  # else it is left from the connection before
                         rank.live(sequence, frames[-1], monotonic())
                     turn = await _take_turns(turn)
                 await there.wait()

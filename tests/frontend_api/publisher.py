@@ -38,6 +38,10 @@ class Publisher:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.end()
+
+    def end(self) -> None:
+        """End all connections."""
         self._context.destroy(linger=0)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import time
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import pairwise
@@ -287,6 +288,30 @@ async def test_without_a_replay_address_nothing_outlives_the_connection(make_sce
     await publisher.close()  # whoever comes in its place may publish nothing
     await scene.stands("blind", "not-heard")
     assert (await scene.told([*LINES[0], 7]))[2] == "0/65"
+
+
+async def test_without_a_replay_address_nothing_is_taken_that_came_before_the_connection_ended(
+    make_scene: MakeScene,
+) -> None:
+    scene = await make_scene(replay=False)
+    await scene.stands("blind", "not-heard")
+    cache, publisher = scene.cache, scene.publisher
+    while not cache.index.entries:
+        publisher.publish(publisher.stored(LINES[0]))
+        await asyncio.sleep(0.01)
+    publisher.publish(publisher.stored(LINES[1]))
+    time.sleep(0.1)  # noqa: ASYNC251 - nobody looks until the end has come, too
+    publisher.end()
+    time.sleep(0.1)  # noqa: ASYNC251
+    await asyncio.sleep(0.1)
+    await publisher.close()
+    assert scene.standing == ("blind", {"a": "not-heard"})
+    assert (await scene.told([*LINES[1], 7]))[2] == "0/65"
+    scene.publisher = again = Publisher(publisher.ports, size=SIZE)
+    while not cache.index.entries:
+        again.publish(again.stored(LINES[2]))
+        await asyncio.sleep(0.01)
+    assert (await scene.told([*LINES[2], 7]))[2] == "64/65"
 
 
 async def test_a_large_fleet_is_followed_and_nothing_stays_open() -> None:

@@ -295,7 +295,8 @@ def test_a_lower_sequence_that_no_replay_explains_is_a_restart() -> None:
     assert line.state == (Knowledge.REPLAYING, 0, [])
     line.rank.asked()
     line.rank.replay_failed(line.now)
-    assert line.state == (Knowledge.COMPLETE, 1, [])
+    line.live((1, batch(stored(0))))
+    assert line.state == (Knowledge.PARTIAL, 1, [])
     assert line.rank.restarts == 1
 
 
@@ -642,6 +643,41 @@ def test_saved_at_any_time_it_ends_in_the_same_index(data: st.DataObject) -> Non
         late.replay()
         assert late.state == line.state == (Knowledge.COMPLETE, len(held), [])
         assert late.index.entries == line.index.entries
+
+
+def test_what_the_own_limit_takes_is_not_saved_or_restored_as_complete() -> None:
+    line, whole = Line(limit=8), Line()
+    for each in (line, whole):
+        each.replay()
+        for number in range(10):
+            each.publish((number, batch(one(number))))
+    assert not saved_of(line).complete
+    late = Line(limit=8)
+    late.buffer = whole.buffer
+    for _ in late.rank.restore(saved_of(whole)):
+        pass
+    late.rank.tick(late.now)
+    late.replay()
+    assert late.rank.knowledge is Knowledge.PARTIAL
+
+
+def test_blocks_of_another_size_are_missing_after_a_restart_too() -> None:
+    line = ready(upto=-1)
+    line.publish((0, batch(stored(0, block_size=2 * SIZE, token_ids=[*tokens(0), *tokens(1)]))))
+    assert line.state == (Knowledge.COMPLETE, 0, [Trouble.MISMATCH])
+    late = restored(line, saved_of(line))
+    late.replay()
+    assert late.state == (Knowledge.PARTIAL, 0, [])
+
+
+def test_what_comes_after_the_end_of_a_rank_is_nobody_elses() -> None:
+    line = ready()
+    line.rank.close()
+    line.index.sweep()
+    other = line.index.add_holder()
+    line.live(*run(3, 3), (4, batch(stored(0))))
+    assert line.index.match(chain(array("I", tokens(0)), SIZE)) == {}
+    assert (line.index.entries, len(other.blocks)) == (0, 0)
 
 
 ROW = ["BlockStored", [100], None, tokens(0), SIZE, None, "GPU", None]
