@@ -219,7 +219,8 @@ class Exchange:
             return  # there was no room: it stays where it stands
         policy = self._deployment.routing
         waiting = self.router.waiting
-        self._place = waiting.join(self._deployment, self, alone=step.alone, priority=self._priority)
+        waited = self.account.queue_seconds or 0.0  # and it was sent, and its engine gave nothing
+        self._place = waiting.join(self._deployment, self, alone=step.alone, priority=self._priority, waited=waited)
         if self._place is None:
             self.account.waited(0.0)
             self.advance(
@@ -243,7 +244,7 @@ class Exchange:
         place, self._place = self._place, None
         if place is not None:
             self.router.waiting.leave(place)
-            self.account.waited(monotonic() - place.since)
+            self.account.waited(monotonic() - place.since - place.waited)
 
     def _refuse(self, error: InvalidInput) -> None:
         self._close_flow()

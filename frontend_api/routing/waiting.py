@@ -39,15 +39,18 @@ def _claim(priority: int, since: float) -> int:
 class Place:
     """One request's place in a line."""
 
-    __slots__ = ("alone", "line", "priority", "since", "timer", "waiter")
+    __slots__ = ("alone", "line", "priority", "since", "timer", "waited", "waiter")
 
-    def __init__(self, waiter: Waiter, line: Line, *, alone: bool, priority: int) -> None:
+    def __init__(self, waiter: Waiter, line: Line, *, alone: bool, priority: int, waited: float) -> None:
         self.waiter = waiter
         self.line: Line | None = line
         self.alone = alone
         """It needs an answering engine only: it may pass those that need a prefill engine too, and they it."""
         self.priority = priority
-        self.since = monotonic()
+        self.waited = waited
+        """Seconds, in places that it had before …"""
+        self.since = monotonic() - waited
+        """… which count for its age."""
         self.timer: asyncio.TimerHandle | None = None
 
     @property
@@ -63,13 +66,17 @@ class Line:
         self.key = crc32(name.encode())
         """The name, for siblings."""
         self._queues: dict[tuple[bool, int], OrderedDict[Place, None]] = {}
-        """By `alone` and priority, in the order of arrival. A dict would keep the gaps of those that left at its front."""
+        """By `alone` and priority, the oldest first. A dict would keep the gaps of those that left at its front."""
 
     def __len__(self) -> int:
         return sum(len(queue) for queue in self._queues.values())
 
     def add(self, place: Place) -> None:
-        self._queues.setdefault((place.alone, place.priority), OrderedDict())[place] = None
+        queue = self._queues.setdefault((place.alone, place.priority), OrderedDict())
+        queue[place] = None
+        if place.waited:
+            for other in [other for other in queue if other.since > place.since]:
+                queue.move_to_end(other)
 
     def remove(self, place: Place) -> None:
         key = place.alone, place.priority
@@ -131,14 +138,17 @@ class Waiting:
         key, own = crc32(deployment.served_name.encode()), _claim(priority, monotonic())
         return any(of == key and claim <= own for claim, of in claims)
 
-    def join(self, deployment: Deployment, waiter: Waiter, *, alone: bool, priority: int) -> Place | None:
-        """A place at the end of the line; None: the line is full."""
+    def join(
+        self, deployment: Deployment, waiter: Waiter, *, alone: bool, priority: int, waited: float = 0.0
+    ) -> Place | None:
+        """A place in the line; None: the line is full. `waited`: seconds for which it has waited before."""
         name, policy = deployment.served_name, deployment.routing
         line = self._lines.get(name) or Line(name)
         if len(line) >= policy.queue_limit:
             return None
-        place = Place(waiter, line, alone=alone, priority=priority)
-        place.timer = asyncio.get_running_loop().call_later(policy.queue_seconds, self._give_up, place)
+        place = Place(waiter, line, alone=alone, priority=priority, waited=waited)
+        left = max(policy.queue_seconds - waited, 0.0)
+        place.timer = asyncio.get_running_loop().call_later(left, self._give_up, place)
         self._lines[name] = line
         line.add(place)
         self._show_claim()

@@ -306,6 +306,38 @@ async def several(make_site: MakeSite, table: Table, gate: Gated, routing: Routi
     return sites
 
 
+async def test_who_waited_and_got_nothing_from_its_engine_keeps_its_age(make_site: MakeSite) -> None:
+    gate, busy = Gated(), asyncio.Event()
+    site = await one_engine(make_site, gate)
+    asking = Asking(site)
+    first = asyncio.create_task(ask(site.port, CHAT, {**PROMPT, "user": "0"}))
+    await until(lambda: bool(gate.waiting))
+
+    async def refuse(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        await busy.wait()
+        writer.write(unary({"error": {"message": "busy"}}, 503))
+
+    await asking.ask("old")
+    began_at = monotonic()
+    await asyncio.sleep(0.05)
+    waited = monotonic() - began_at
+    await site.engine("b", Role.AGGREGATED, refuse)
+    site.publish(policy=policy())
+    await until(lambda: waiting(site) == 0)
+    await asking.ask("young")
+    busy.set()
+    await until(lambda: waiting(site) == 2)
+    place = site.router.waiting._lines["m"].first(alone=False)
+    assert place is not None
+    assert place.timer is not None
+    assert place.timer.when() <= asyncio.get_running_loop().time() + policy().queue_seconds - waited / 2
+    for who in ("0", "old", "young"):
+        await until(lambda: len(gate.waiting) == 1)
+        assert gate.go() == who
+    await first
+    assert await asking.statuses() == {"old": 200, "young": 200}
+
+
 async def test_limits_and_the_line_hold_over_all_processes(make_site: MakeSite, table: Table) -> None:
     gate = Gated()
     sites = await several(make_site, table, gate, policy(2))
