@@ -212,8 +212,8 @@ class RedisCounter:
         self._born = ""
 
     async def ask(self, lines: list[Line], *, last: bool = False) -> Reply:
-        """Count a batch. `last`: this router ends. Raises `Forgotten`; `RedisError`, `OSError`, or `MsgspecError` for an odd answer; then,
-        and when the call is cancelled, `drop` the connection: an answer may still be under way on it."""
+        """Count a batch. `last`: this router ends. Raises `Forgotten`; `RedisError`, `OSError`, or `MsgspecError` for an odd
+        answer: then, and when the call is cancelled, `drop` the connection, as an answer may still be under way on it."""
         if self._connection is None:
             self._connection = self._pool.make_connection()
             self._connection.socket_timeout = None  # the caller's limit is shorter, and one timer is enough
