@@ -27,7 +27,7 @@ class Publisher:
         self.answers = True
         """Whether replays are answered."""
         self._context = zmq.asyncio.Context()
-        self._pub = self._context.socket(zmq.PUB)
+        self._pub = self._context.socket(zmq.XPUB)  # a PUB that shows who listens
         self._replay = self._context.socket(zmq.ROUTER)
         for socket, port in ((self._pub, self.ports[0]), (self._replay, self.ports[1])):
             socket.setsockopt(zmq.LINGER, 0)
@@ -39,6 +39,10 @@ class Publisher:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.end()
+
+    async def followed(self) -> None:
+        """Until somebody listens to what is published from now on."""
+        await self._pub.recv()
 
     def end(self) -> None:
         """End all connections."""
