@@ -1,8 +1,8 @@
 """Requests that wait in this process while every engine they could go to is full: one line per deployment.
 
 Of those that wait the one with the higher priority goes first, else the one that came first; so it is between the processes
-of one host too, as each shows the claim of the first one of a line. They are called when load is released, here or elsewhere, and when
-the fleet changes; nothing polls. It decides nothing about engines: who is called chooses anew, and stays if there was no room.
+of one host too, as each shows the claim of the first one of a line. They are called when load is released, here or elsewhere,
+and when the fleet changes; nothing polls. It decides nothing about engines: who is called chooses anew, and stays if there was no room.
 """
 
 from __future__ import annotations
