@@ -1,12 +1,14 @@
 """Fixtures that every room may use: a Redis of the suite's own, and a state folder of its own.
 
-The suite takes its ports from the system and its state from a temporary folder, so that a running `make up` of the same
+The suite takes ports of its own and its state from a temporary folder, so that a running `make up` of the same
 checkout is never touched. The environment is set before Django reads its settings.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -43,11 +45,23 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(_HOME, ignore_errors=True)
 
 
+_LANE = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+_CHANCE = random.Random()  # not the common one: Hypothesis sets that to the same for each example
+_given_ports: set[int] = set()
+
+
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that the system just gave and nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of 127.0.0.1 that nobody has: not the system's clients, not another lane, not an earlier caller.
+
+    The system gives its clients ports from 32768 on; one of those could be gone again before it is bound.
+    """
+    while True:
+        port = _CHANCE.randrange(10_240 + _LANE % 4, 20_000, 4)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            if port not in _given_ports:
+                probe.bind(("127.0.0.1", port))
+                _given_ports.add(port)
+                return port
 
 
 class RedisServer:

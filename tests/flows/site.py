@@ -39,7 +39,7 @@ class Site:
         (folder / "redis").mkdir()
         self.redis = RedisServer(folder / "redis")
         self.web_port, self.openai_port = free_port(), free_port()
-        low = random.randrange(12_000, 28_000, 1_000)  # below the range from which the system gives ports
+        low = random.randrange(20_000, 31_000, 1_000)  # between those of `free_port` and those the system gives
         inherited = ("PATH", "HOME", "LANG", "TANDEM_CACHE", "XDG_CACHE_HOME", "SSL_CERT_FILE", "PIP_CERT")
         self.env = {name: os.environ[name] for name in inherited if name in os.environ} | {
             "TANDEM_HOME": str(self.home),

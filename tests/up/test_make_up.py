@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import random
 import re
 import shlex
 import signal
@@ -37,7 +38,7 @@ class MakeUp:
         self.folder = folder
         self.state = StateFolder(folder / "h")
         self.web_port, self.openai_port = free_port(), free_port()
-        low = min(free_port(), 60_000)
+        low = random.randrange(20_000, 28_000, 1_000)  # between those of `free_port` and those the system gives
         self.env = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")} | {
             "TANDEM_HOME": str(self.state.home),
             "TANDEM_CACHE": str(folder / "cache"),

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import uvicorn
@@ -89,20 +89,32 @@ def parse_arguments(argv: Sequence[str], api_key: str = "") -> Settings:
     return Settings(**values, itl_seconds=itl_ms / 1000, faults=tuple(faults), api_key=api_key)
 
 
-def listener(host: str, port: int, what: str) -> socket.socket:
-    """A bound socket that does not listen yet.
+class Listener:
+    """A bound socket; nobody can connect before `listen`.
 
     Raises `PortTaken`.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        raise PortTaken(f"{what} port {port} on {host} cannot be had: {error.strerror}") from None
-    return bound
+
+    def __init__(self, host: str, port: int, what: str) -> None:
+        self._name = f"{what} port {port} on {host}"
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._take(lambda: self._socket.bind((host, port)))
+
+    def listen(self) -> socket.socket:
+        """The socket, listening. Raises `PortTaken`: who bound the same port meanwhile may have been quicker.
+
+        Not left to the server that takes the socket: uvloop drops that error, and serves nobody.
+        """
+        self._take(lambda: self._socket.listen(2048))
+        return self._socket
+
+    def _take(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except OSError as error:
+            self._socket.close()
+            raise PortTaken(f"{self._name} cannot be had: {error.strerror}") from None
 
 
 async def serve(settings: Settings) -> None:
@@ -110,7 +122,7 @@ async def serve(settings: Settings) -> None:
 
     Raises `PortTaken`.
     """
-    http = listener(settings.host, settings.port, "HTTP")
+    http = Listener(settings.host, settings.port, "HTTP")
     faults = Faults(settings.faults)
     publisher = None
     if settings.events_port and "events-off" not in faults:
@@ -131,7 +143,7 @@ async def serve(settings: Settings) -> None:
             done=leases.done,
             heartbeat=leases.extend,
         )
-        await side_channel.start(listener(settings.host, settings.side_channel_port, "side channel"))
+        await side_channel.start(Listener(settings.host, settings.side_channel_port, "side channel").listen())
     await asyncio.sleep(settings.startup_seconds)
     app = App(settings, engine, faults, publisher)
     config = uvicorn.Config(
@@ -144,6 +156,7 @@ async def serve(settings: Settings) -> None:
         server_header=True,
         timeout_graceful_shutdown=0,
     )
+    listening = http.listen()
     loop = asyncio.create_task(engine.run())
     print(
         f"stand-in engine {settings.served_model_name} ({settings.role}) serves http://{settings.host}:{settings.port}"
@@ -152,7 +165,7 @@ async def serve(settings: Settings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         # uvicorn takes these over, and raises the signal again when it has ended: by then it is done with.
         signal.signal(number, lambda *_: None)
-    await uvicorn.Server(config).serve(sockets=[http])
+    await uvicorn.Server(config).serve(sockets=[listening])
     loop.cancel()
     await engine.close()
     if side_channel:

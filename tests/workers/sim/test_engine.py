@@ -12,7 +12,7 @@ import pytest
 
 from controlplane.fleet.model import Role
 from tests.conftest import free_port
-from workers.sim.__main__ import listener
+from workers.sim.__main__ import Listener
 from workers.sim.engine import Engine
 from workers.sim.faults import Faults
 from workers.sim.generation import Generation, Job
@@ -49,7 +49,7 @@ async def running(settings: Settings = FAST, *faults: str) -> AsyncIterator[Engi
         channel = SideChannel(
             engine.engine_id, settings.block_size, read=leases.read, done=leases.done, heartbeat=leases.extend
         )
-        await channel.start(listener(settings.host, settings.side_channel_port, "side channel"))
+        await channel.start(Listener(settings.host, settings.side_channel_port, "side channel").listen())
     loop = asyncio.create_task(engine.run())
     try:
         yield engine
@@ -238,8 +238,7 @@ async def test_an_abort_before_during_and_after_leaves_nothing_behind() -> None:
 
 
 async def test_an_abort_during_a_pull_frees_the_blocks_when_the_pull_is_over() -> None:
-    silent = listener("127.0.0.1", port := free_port(), "side channel")
-    silent.listen()
+    silent = Listener("127.0.0.1", port := free_port(), "side channel").listen()
     async with running(of(Role.DECODE)) as decode:
         generation = Generation(decode, "r", job([1, 2, 3], REMOTE | {"remote_port": port}))
         task = asyncio.create_task(generation.choices())
@@ -280,7 +279,7 @@ async def test_a_waiting_request_keeps_its_lease_alive_until_it_leaves() -> None
     done: asyncio.Queue[str] = asyncio.Queue()
     port = free_port()
     prefill = SideChannel("p", 4, read=lambda ids: [], done=done.put_nowait, heartbeat=beats.put_nowait)
-    await prefill.start(listener("127.0.0.1", port, "side channel"))
+    await prefill.start(Listener("127.0.0.1", port, "side channel").listen())
     async with running(of(Role.DECODE, lease_seconds=0.06)) as decode:
         decode.pool.take((), decode.pool.free)
         generation = Generation(decode, "r", job([1, 2, 3], REMOTE | {"remote_port": port}))

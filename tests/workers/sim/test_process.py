@@ -15,6 +15,7 @@ import psutil
 import pytest
 import zmq
 
+from tests.conftest import free_port
 from tests.contract.bodies import chat, long_prompt
 from tests.contract.exchange import prefill
 from tests.contract.kv_events import replayed
@@ -76,6 +77,14 @@ def test_a_taken_port_is_named(option: str) -> None:
         ended = run(*other.argv[3:], option, port)
     assert ended.returncode == 98
     assert port in ended.stderr
+
+
+def test_a_port_taken_between_its_bind_and_its_listen_is_named() -> None:
+    """Its own events here; asked for the same by hand, or by another process at the same moment."""
+    port = str(free_port())
+    ended = run("--port", port, "--events-port", port, "--replay-port", str(free_port()))
+    assert ended.returncode == 98
+    assert f"HTTP port {port} on 127.0.0.1 cannot be had" in ended.stderr
 
 
 def test_it_listens_on_its_address_only() -> None:
