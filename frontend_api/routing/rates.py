@@ -75,12 +75,14 @@ class Rate:
         self.pace = self.own if differs else usual
 
 
-def settle(pool: Sequence[Rate], kin: Iterable[Rate], now: float) -> None:
-    """Once a second: draw the pace of a pool from what was measured lately; of its kin where it has nothing. `now`: monotonic."""
+def settle(pool: Sequence[Rate], kin: Iterable[Rate], now: float, usual: float | None = None) -> None:
+    """Once a second: draw the pace of a pool from what was measured lately; of its kin where it has nothing. `usual`: where they
+    have nothing either; None: then it stays. `now`: monotonic."""
     since = now - FRESH_SECONDS
     fresh = [r for r in pool if r.learned_at > since] or [r for r in kin if r.learned_at > since]
     if fresh:
         known = sorted(rate.own for rate in [r for r in fresh if r.measured >= ENOUGH] or fresh)
         usual = known[(len(known) - 1) // 2]
+    if usual is not None:
         for rate in pool:
             rate.settle(usual, fresh=rate.learned_at > since)

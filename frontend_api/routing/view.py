@@ -245,7 +245,8 @@ class Deployment:
         for pool in (self.prefill, self.decode, self.aggregated):
             settle([engine.read for engine in pool], reads, now)
             settle([engine.step for engine in pool], steps, now)
-        settle([engine.pull for engine in self.decode], (), now)
+        # one slow hand-over can make all look too dear to be tried, and so to be measured, ever again
+        settle([engine.pull for engine in self.decode], (), now, USUAL_PULL)
 
 
 class Follower(Protocol):

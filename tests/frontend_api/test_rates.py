@@ -74,6 +74,8 @@ def test_a_pool_without_traffic_follows_its_kin_and_without_any_stays() -> None:
     assert [rate.pace for rate in reads] == [pytest.approx(3e-3)] * 2
     settle(reads, (), 10_000.0)
     assert [rate.pace for rate in reads] == [pytest.approx(3e-3)] * 2
+    settle(reads, (), 10_001.0, USUAL_READ)
+    assert [rate.pace for rate in reads] == [USUAL_READ] * 2, "nobody has ever measured it, nor lately its kin"
 
 
 def test_equal_engines_cost_exactly_alike_and_a_slow_one_does_not() -> None:

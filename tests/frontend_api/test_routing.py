@@ -199,6 +199,22 @@ def test_an_engine_that_was_measured_too_seldom_is_tried() -> None:
     assert choose(deployment, now=0.0, prompt=asked(deployment, 2_000)).decode is fast
 
 
+@pytest.mark.parametrize("times", [1, ENOUGH])
+def test_slow_hand_overs_do_not_end_remote_prefill_for_good(times: int) -> None:
+    """Who looks too dear gets nothing and is measured no more, while decode reads all prompts itself."""
+    deployment = fleet("p0", "d0", policy=RoutingPolicy(mode=RoutingMode.KV))
+    (prefill,), (decode,) = deployment.prefill, deployment.decode
+    for _ in range(times):
+        decode.pull.learn(300, 2.0, 0.0)
+    deployment.settle(0.0)
+    with carrying(decode), carrying(decode):
+        assert choose(deployment, now=0.0, prompt=asked(deployment, 4_000)).reason is Reason.LOCAL_CHEAPER
+        for second in range(1, 150):
+            decode.read.learn(4_000, 4_000 * USUAL_READ, float(second))
+            deployment.settle(float(second))
+        assert choose(deployment, now=150.0, prompt=asked(deployment, 4_000)).prefill is prefill
+
+
 def test_a_hot_prefix_leaves_its_engine_before_that_drowns() -> None:
     deployment = fleet("a0", "a1", "a2", policy=KV)
     running = []
