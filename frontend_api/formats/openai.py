@@ -31,7 +31,7 @@ class Shape(Enum):
     RESPONSES = "responses"
     MESSAGES = "messages"
     PLAIN = "plain"
-    """Generates nothing."""
+    """Has no tokens to count, text to mark, or errors of its own kind."""
 
 
 class Endpoint(NamedTuple):
@@ -39,10 +39,7 @@ class Endpoint(NamedTuple):
     shape: Shape
     counts_if_asked: bool = False
     """A stream gives its counts only on request. The other endpoints refuse the field that asks for them."""
-
-    @property
-    def generates(self) -> bool:
-        return self.shape is not Shape.PLAIN
+    generates: bool = True
 
 
 ENDPOINTS = {
@@ -52,9 +49,9 @@ ENDPOINTS = {
         Endpoint("/v1/completions", Shape.TEXT, counts_if_asked=True),
         Endpoint("/v1/responses", Shape.RESPONSES),
         Endpoint("/v1/messages", Shape.MESSAGES),
-        Endpoint("/v1/messages/count_tokens", Shape.PLAIN),
-        Endpoint("/v1/embeddings", Shape.PLAIN),
-        Endpoint("/tokenize", Shape.PLAIN),
+        Endpoint("/v1/messages/count_tokens", Shape.MESSAGES, generates=False),
+        Endpoint("/v1/embeddings", Shape.PLAIN, generates=False),
+        Endpoint("/tokenize", Shape.PLAIN, generates=False),
     )
 }
 
@@ -145,7 +142,7 @@ def _check_owned(fields: RequestFields) -> None:
 
 
 def _alone(endpoint: Endpoint, fields: RequestFields) -> Reason | None:
-    if endpoint.shape is Shape.PLAIN:
+    if not endpoint.generates:
         return Reason.RELAYED
     n, best_of = fields.n, fields.best_of
     if not (n is best_of is None or (_is_one(n) and _is_one(best_of))) or fields.use_beam_search not in (None, False):
@@ -379,7 +376,7 @@ class Problem(NamedTuple):
 
 
 def error_body(problem: Problem, shape: Shape = Shape.PLAIN) -> bytes:
-    """OpenAI's error object; for /v1/messages with the mark that Anthropic's clients look for as well."""
+    """OpenAI's error object; for Anthropic's endpoints with the mark that Anthropic's clients look for as well."""
     by_status = _ERROR_TYPES.get(problem.status, "server_error")
     error = {
         "message": problem.message,

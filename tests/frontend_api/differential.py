@@ -33,7 +33,7 @@ def ask(client: httpx.Client, url: str, path: str, body: dict[str, Any] | bytes,
 
 def in_the_endpoints_shape(path: str, said: Said) -> Said:
     """vLLM refuses what is no message at all in OpenAI's words; Anthropic's clients look for a mark, which the router adds."""
-    if path == MESSAGES and said.body.startswith(b'{"error":'):
+    if path.startswith(MESSAGES) and said.body.startswith(b'{"error":'):
         return said._replace(body=b'{"type":"error",' + said.body[1:])
     return said
 
@@ -215,6 +215,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any] | bytes]] = {
     ),
     "message without a limit": (MESSAGES, {"model": "m", "messages": USER}),
     "message with a limit of zero": (MESSAGES, {"model": "m", "messages": USER, "max_tokens": 0}),
+    "count without messages": (MESSAGES + "/count_tokens", {"model": "m"}),
     "message too long": (
         MESSAGES,
         {"model": "m", "messages": [{"role": "user", "content": "w " * 9000}], "max_tokens": 5},

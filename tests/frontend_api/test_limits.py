@@ -93,10 +93,11 @@ async def test_a_refused_request_costs_no_engine_work_and_says_when_to_come_back
     assert (await post(site, secret="tdm-inference")).status == 200, "other keys are not concerned"
 
 
-async def test_the_anthropic_endpoint_refuses_in_its_own_shape(site: Site) -> None:
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_anthropics_endpoints_refuse_in_their_own_shape(site: Site, path: str) -> None:
     limit(site, requests_per_minute=1)
     await post(site)
-    refused = await post(site, "/v1/messages", {**PROMPT, "max_tokens": 5})
+    refused = await post(site, path, {**PROMPT, "max_tokens": 5})
     assert refused.status == 429
     assert (refused.json["type"], refused.json["error"]["type"]) == ("error", "rate_limit_error")
     assert "retry-after" in refused.headers

@@ -35,7 +35,7 @@ from workers.sim.http import (
     no_route,
     unless_gone,
 )
-from workers.sim.messages import Messages, count_tokens
+from workers.sim.messages import Messages, count_tokens, in_anthropic_shape
 from workers.sim.model_tokens import chat_text, ids, strings
 from workers.sim.requests import Carried, CountRequest, Json, TokenizeRequest, parse
 from workers.sim.responses import Responses
@@ -203,8 +203,12 @@ class App:
 
     async def _count_tokens(self, exchange: Exchange) -> None:
         request = parse(await exchange.body(), CountRequest)
-        self._check_model(request.model)
-        await exchange.json({"input_tokens": count_tokens(request, self._settings)})
+        try:
+            self._check_model(request.model)
+            counted = count_tokens(request, self._settings)
+        except ApiError as error:
+            raise in_anthropic_shape(error) from None
+        await exchange.json({"input_tokens": counted})
 
     # --- faults ------------------------------------------------------------------------------------------------
 
