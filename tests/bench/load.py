@@ -51,7 +51,7 @@ class _Client(asyncio.Protocol):
 
     def _next(self) -> None:
         run = self._run
-        if run.left <= 0 or perf_counter() > run.until:
+        if run.left <= 0 or (run.done and perf_counter() > run.until):
             self._transport.close()
             return
         run.left -= 1
@@ -139,7 +139,7 @@ async def _run(run: _Run, port: int, connections: int) -> Load:
 def run(
     port: int, body: Body, number: Iterator[int], *, seconds: float, most: int, connections: int, stream: bool, key: str
 ) -> Load:
-    """Send requests for `seconds`, `most` at most, and wait for all replies. `number`: makes each body new."""
+    """Send requests for `seconds`, one at least and `most` at most, and wait for all replies. `number`: makes each body new."""
     made = _Run(port, body, number, key, connections, stream)
     made.left, made.until = most, perf_counter() + seconds
     return uvloop.run(_run(made, port, connections))

@@ -90,6 +90,10 @@ def _last_line(log: Path) -> str:
     return lines[-1][:300] if lines else "it said nothing"
 
 
+_CPU_CLOCK = 2
+"""With a process id above it, the name of that process's CPU clock: clock_getcpuclockid(3), which Python lacks."""
+
+
 class Usage:
     """CPU and memory of a process and its descendants."""
 
@@ -98,13 +102,8 @@ class Usage:
         self._pids = [pid, *(child.pid for child in root.children(recursive=True))]
 
     def cpu_seconds(self) -> float:
-        """Time all threads have run, as the scheduler says."""
-        total = 0
-        for pid in self._pids:
-            for task in Path(f"/proc/{pid}/task").iterdir():
-                with suppress(OSError):  # a thread that ended just now
-                    total += int((task / "schedstat").read_text().split()[0])
-        return total / 1e9
+        """Time that all threads have run, also those that ended, as the scheduler says."""
+        return sum(time.clock_gettime(~pid << 3 | _CPU_CLOCK) for pid in self._pids)
 
     def memory_mib(self) -> float:
         """Resident memory; pages that its processes share count once."""
