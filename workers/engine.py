@@ -347,6 +347,8 @@ class EngineRun:
         code = process.exit_code
         if self.stopping_since is not None:
             return f"Stopped: {self._why}."
+        if not self._record.warmed and self._complains_of_a_port():
+            return "Ended: a port was taken before the engine could bind it."
         if code is None:
             return "Ended by itself; its exit code is unknown, because a former agent process had started it."
         if code < 0:

@@ -119,10 +119,12 @@ class Launcher:
         return chosen, self._build(assignment, runtime=prepared.runtime, model_path=prepared.model_path, ports=chosen)
 
     def start(self, command: Command, folder: Path) -> EngineProcess:
-        """Raises `RuntimeBroken` when the runtime's program cannot be executed."""
+        """Raises `RuntimeBroken` when the runtime's program cannot be executed, `OSError` when the disk is full."""
         try:
             return EngineProcess.launch(command.argv, command.env, folder)
         except OSError as error:
+            if error.filename != command.argv[0]:
+                raise
             raise RuntimeBroken(f"{command.argv[0]}: {error.strerror}; the engine runtime is damaged") from error
 
     def promise(self, engine: str, attempt: int, taken: Ports) -> None:

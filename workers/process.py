@@ -2,13 +2,20 @@
 
 Knows nothing of plans or HTTP. A process is recognised by boot, pid and start time, and its helpers by the folder they
 work in: never by name.
+
+What a killed vLLM would leave on the node: sockets and a file in the temporary folder, so that each attempt has one of its
+own; and up to 400 MB in `/dev/shm`, which only the resource tracker of its Python can name, and removes when all who had
+it are gone. The tracker is therefore left to end by itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +25,9 @@ import psutil
 
 from controlplane.fleet.config import VARIABLES
 from workers.record import LOG, open_appending, private_folder
+
+TEMPORARY = "tmp"
+"""In an attempt's folder, while it runs: a link to its temporary folder, as the names of sockets must be short."""
 
 
 def boot_id() -> str:
@@ -79,21 +89,28 @@ class EngineProcess:
 
     @classmethod
     def launch(cls, argv: Sequence[str], env: Mapping[str, str], folder: Path) -> EngineProcess:
-        """Starts the engine in its own session, working in its folder, its output appended to the attempt's log.
+        """Starts the engine in its own session, working in its folder, its output appended to the attempt's log, its
+        temporary files in a folder that `sweep` removes.
 
         Raises `OSError` when the program cannot be executed.
         """
         folder = private_folder(folder).resolve()
-        with open_appending(folder / LOG) as log:
-            child = subprocess.Popen(
-                argv,
-                env={**base_environment(os.environ), **env},
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        _remove_temporary(folder)
+        (folder / TEMPORARY).symlink_to(temporary := tempfile.mkdtemp(prefix="tandem-engine-"))
+        try:
+            with open_appending(folder / LOG) as log:
+                child = subprocess.Popen(
+                    argv,
+                    env={**base_environment(os.environ), "TMPDIR": temporary, **env},
+                    cwd=folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        except OSError:
+            _remove_temporary(folder)
+            raise
         return cls(child.pid, folder, (stat(child.pid) or Stat(0, 0)).ticks, child=child)
 
     @classmethod
@@ -121,7 +138,8 @@ class EngineProcess:
         """Ends the engine and everything that works in its folder, at once; `sweep` waits for it."""
         self._signal(signal.SIGKILL)
         for pid in members(self.folder):
-            _kill(pid, signal.SIGKILL)
+            if not _tracks_resources(pid):
+                _kill(pid, signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
         if self.running():
@@ -129,15 +147,35 @@ class EngineProcess:
 
 
 def sweep(folder: Path, *, patience: float = 5.0) -> None:
-    """Ends whatever still works in an attempt's folder, and waits (seconds) until it is gone.
+    """Ends whatever still works in an attempt's folder, waits (seconds) until it is gone, and removes its temporary files.
 
     It never waits on the processes themselves: that would take an exit code away from its owner.
     """
     deadline = time.monotonic() + patience
-    while (left := members(folder)) and time.monotonic() < deadline:
+    while left := members(folder):
+        late = time.monotonic() >= deadline
         for pid in left:
-            _kill(pid, signal.SIGKILL)
+            if late or not _tracks_resources(pid):
+                _kill(pid, signal.SIGKILL)
+        if late:
+            break
         time.sleep(0.02)
+    _remove_temporary(folder)
+
+
+def _tracks_resources(pid: int) -> bool:
+    """It is Python's own helper, which removes what the others leave in shared memory, and ends after them."""
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def _remove_temporary(folder: Path) -> None:
+    link = folder / TEMPORARY
+    with contextlib.suppress(OSError):
+        shutil.rmtree(link.readlink(), ignore_errors=True)
+        link.unlink()
 
 
 def _kill(pid: int, number: signal.Signals) -> None:

@@ -4,6 +4,7 @@
         engine.json   this record (holds the engine's secret)
         engine.log    everything the process printed
         shipped       how far the log has been sent on
+        tmp           while the process runs: where its temporary folder is
 
 A pair (engine, attempt) names one process for ever: a record with an end is never started again.
 """

@@ -134,6 +134,8 @@ class Supervisor:
         for process in psutil.process_iter(["cmdline"]):
             with contextlib.suppress(psutil.Error, OSError):
                 argv = process.info["cmdline"] or []
+                if any("multiprocessing.resource_tracker" in word for word in argv):
+                    continue  # removes what a killed engine leaves in shared memory, and ends after it
                 if str(self.state.supervisor_config) in argv:
                     yield Found("supervisord", process)
                 elif engines in Path(process.cwd()).parents:

@@ -144,6 +144,25 @@ def test_engines_are_known_by_where_they_work(supervisor: Supervisor, stay: bool
         engine.wait()
 
 
+def test_the_shared_memory_of_engines_is_removed(supervisor: Supervisor) -> None:
+    """By the resource tracker that Python starts beside an engine, which works where the engine does."""
+    folder = supervisor.state.home / "agents" / "node-a" / "engines" / "e" / "1"
+    folder.mkdir(parents=True)
+    code = (
+        "import time; from multiprocessing.shared_memory import SharedMemory; "
+        "print(SharedMemory(create=True, size=100).name, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=folder, start_new_session=True, stdout=subprocess.PIPE
+    ) as engine:
+        assert engine.stdout
+        shared = Path("/dev/shm") / engine.stdout.readline().decode().strip()
+        assert shared.exists()
+        supervisor.kill(engines_stay=False)
+        until(lambda: not shared.exists())
+    assert engine.returncode == -signal.SIGKILL
+
+
 def test_processes_of_other_folders_are_left_alone(supervisor: Supervisor, tmp_path: Path) -> None:
     other = StateFolder(tmp_path / "other")
     other.prepare()

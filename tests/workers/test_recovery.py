@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pty
+import signal
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from controlplane.fleet.model import EngineAssignment, Observation, Peer, Phase,
 from controlplane.fleet.wire import NodePlan
 from tests.workers.conftest import Node, assignment, until
 from tests.workers.test_agent import running, up, with_peer
-from workers.process import EngineProcess, base_environment, boot_id, members, stat
+from workers.process import EngineProcess, base_environment, boot_id, members, stat, sweep
 from workers.record import EngineRecord, Records
 
 
@@ -144,6 +145,70 @@ def test_an_agent_killed_while_it_launched_leaves_no_stray(node: Node) -> None:
     assert not stray.running()
     again = node.until_phase("d", Phase.WARMING)
     assert again.pid != stray.pid
+
+
+LITTERS = """
+import socket, sys, tempfile, time
+from multiprocessing.shared_memory import SharedMemory
+shared = SharedMemory(create=True, size=100)
+socket.socket(socket.AF_UNIX).bind(tempfile.gettempdir() + "/00000000-0000-0000-0000-000000000000")
+print(shared.name, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_killed_engine_leaves_nothing_on_the_node(tmp_path: Path) -> None:
+    """As vLLM it has sockets in the temporary folder and shared memory, which only its resource tracker can name."""
+    folder = tmp_path / ("a-long-name" * 12)
+    process = EngineProcess.launch((sys.executable, "-c", LITTERS), {}, folder)
+    until(lambda: b"\n" in (folder / "engine.log").read_bytes())
+    shared = Path("/dev/shm") / (folder / "engine.log").read_text().strip()
+    temporary = (folder / "tmp").resolve()
+    assert shared.exists()
+    assert any(path.is_socket() for path in temporary.iterdir())
+    assert len(members(folder)) == 2, "its resource tracker works in the folder too"
+    process.kill()
+    sweep(folder)
+    assert members(folder) == []
+    assert not process.running()
+    assert not shared.exists()
+    assert not temporary.exists()
+
+
+def test_a_resource_tracker_that_will_not_end_is_ended(tmp_path: Path) -> None:
+    """Somebody else holds its pipe."""
+    code = (
+        "import time; from multiprocessing import resource_tracker as tracker; "
+        "tracker.ensure_running(); print(tracker.getfd(), flush=True); time.sleep(600)"
+    )
+    engine = EngineProcess.launch((sys.executable, "-c", code), {}, tmp_path)
+    until(lambda: b"\n" in (tmp_path / "engine.log").read_bytes())
+    pipe = os.open(f"/proc/{engine.pid}/fd/{(tmp_path / 'engine.log').read_text().strip()}", os.O_WRONLY)
+    try:
+        sweep(tmp_path, patience=0.5)
+        until(lambda: members(tmp_path) == [])
+    finally:
+        os.close(pipe)
+
+
+def test_temporary_files_go_with_an_engine_that_died_watched_or_not(node: Node) -> None:
+    (seen,) = up(node, assignment("d"))
+    watched = (node.folder / "engines" / "d" / "1" / "tmp").resolve()
+    assert seen.pid
+    assert psutil.Process(seen.pid).environ()["TMPDIR"] == str(watched)
+    assert watched.is_dir()
+    os.kill(seen.pid, signal.SIGKILL)
+    node.until_phase("d", Phase.EXITED)
+    assert not watched.exists()
+
+    records = Records(node.folder / "engines")
+    process = EngineProcess.launch((sys.executable, "-c", ""), {}, records.folder("e", 1))
+    unwatched = (records.folder("e", 1) / "tmp").resolve()
+    assert unwatched.is_dir()
+    until(lambda: not process.running())
+    records.save(EngineRecord(assignment=assignment("e"), pid=process.pid, start_ticks=process.ticks, boot=boot_id()))
+    node.new_agent()
+    assert not unwatched.exists()
 
 
 def test_somebody_who_looks_at_the_log_is_not_ended(tmp_path: Path) -> None:
