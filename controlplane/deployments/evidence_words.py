@@ -17,7 +17,7 @@ REASONS = {
     "kv_in_lower_tier": "KV in CPU memory or on disk is not counted",
     "kv_rank_unknown": "several data-parallel ranks, and the engine itself chooses which one takes a request",
     "kv_events_disabled": "no KV events are published",
-    "kv_events_not_observed": "a prompt was computed, and no KV event told of it for 10 s",
+    "kv_events_not_observed": "a prompt was computed, and no KV event told of it for 10 s: none come, or those of another engine",
     "kv_events_replay_only": "KV events come late, by replay alone: the publisher connects instead of binding, or the way to it is cut",
     "kv_events_gap": "KV events were lost for good; known in full again once all its KV has turned over",
     "kv_events_silent": "the replay of KV events no longer answers",

@@ -18,8 +18,9 @@ from collections.abc import Iterator
 from xxhash import xxh3_128_digest
 
 from frontend_api.kv import wire
+from frontend_api.kv.debt import Debt
 from frontend_api.kv.index import DEVICE, FULL_ATTENTION, Index
-from frontend_api.kv.knowledge import Bound, Debt, Knowledge, Saved, Trouble
+from frontend_api.kv.knowledge import Bound, Knowledge, Saved, Trouble
 from frontend_api.kv.wire import Event, Removed, RemovedRow, Stored, StoredRow
 
 END = -1
@@ -28,8 +29,6 @@ REPLAY_SECONDS = 5.0
 """Longest silence of a replay."""
 CHECK_SECONDS = 5.0
 """A rank that has been quiet for so long is asked for its last batch."""
-OWED_SECONDS = 10.0
-"""From a computed prompt to the events that must tell of it."""
 WAITING = 10_000
 """Live batches kept during a replay; with more the oldest are lost, and the sequence shows it."""
 UNSTEADY = 5
@@ -179,10 +178,12 @@ class Rank:
         if quiet and self._replays and self._asked is None and self.wanted is None:
             self.wanted = max((self._next or 0) - 1, 0)
             self._checking = True
-        if self._debt.since is None:
-            self._trouble.pop(Trouble.NOT_OBSERVED, None)
-        elif now - self._debt.since > OWED_SECONDS:
+        if self._knowledge is Knowledge.PARTIAL and self._debt.overdue(now):
+            self._in_part()  # it had the prompt already, unknown, and has used it just now
+        if self._debt.failed(now):
             self._trouble.setdefault(Trouble.NOT_OBSERVED, now)
+        else:
+            self._trouble.pop(Trouble.NOT_OBSERVED, None)
         if now - self._trouble.get(Trouble.AMBIGUOUS, now) > UNSTEADY_SECONDS:
             del self._trouble[Trouble.AMBIGUOUS]  # if it still holds, the next batches show it
         if self.holder.forgot:
@@ -191,14 +192,6 @@ class Rank:
             self._in_part()
             if self._restored is not None:
                 self._restored = Knowledge.PARTIAL
-
-    def computed(self, now: float) -> None:
-        """The engine has computed a prompt that fills blocks of which the index knows nothing: events must tell of them.
-
-        Of an engine that is known in part nothing follows: it may have had them.
-        """
-        if self._debt.since is None and self._knowledge is Knowledge.COMPLETE:
-            self._debt.since = now
 
     def close(self) -> None:
         """The engine is gone, and its blocks with it."""
@@ -357,7 +350,8 @@ class Rank:
         self.index.clear(self.holder)
         self.index.show(self.holder)
         self._bounds.clear()
-        self._debt.since = self._next = self._source = self._restored = None
+        self._debt.forgive()
+        self._next = self._source = self._restored = None
         self.block_size = self._said_size
         self._last = b""
         self._unproved.clear()
@@ -380,6 +374,7 @@ class Rank:
         """It holds blocks that are not known, and may have used them just now: all that are known may go before them."""
         self._knowledge = Knowledge.PARTIAL
         self._stored, self._removed = 0, -len(self.holder.blocks)
+        self._debt.paid()
 
     # ---- one batch
 
@@ -387,8 +382,6 @@ class Rank:
         self._next = sequence + 1
         self._last = xxh3_128_digest(payload)
         self.batches += 1
-        self._debt.since = None
-        self._trouble.pop(Trouble.NOT_OBSERVED, None)
         try:
             batch = wire.batch(payload)
         except wire.UNREADABLE:
@@ -406,6 +399,12 @@ class Rank:
                 self._unread()
                 continue
             self._event(event, now)
+        own = self._debt.own
+        if own is not None:
+            if self.bounds or self.index.has(self.holder, own):
+                self._debt.paid()
+            elif self._knowledge is Knowledge.COMPLETE:
+                self._debt.unpaid(now)
 
     def _unread(self) -> None:
         """Whatever it told, the index does not have it."""
@@ -486,5 +485,6 @@ class Rank:
 
     def _complete(self) -> None:
         self._knowledge = Knowledge.COMPLETE
+        self._debt.paid()
         self._bounds.discard(Bound.INDEX_FULL)
         self._trouble.pop(Trouble.GAP, None)

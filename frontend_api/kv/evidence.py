@@ -14,9 +14,10 @@ from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from controlplane.fleet.wire import RoutingMode
+from frontend_api.kv.debt import Debt
 from frontend_api.kv.events import Rank
 from frontend_api.kv.index import LIMIT, Holder, Index, Sent, chain
-from frontend_api.kv.knowledge import Debt, Knowledge, Trouble
+from frontend_api.kv.knowledge import Knowledge, Trouble
 from frontend_api.kv.predict import Predicted
 from frontend_api.routing.view import Deployment, Engine, View
 
@@ -136,7 +137,7 @@ class Prompt:
 
     def computed(self, engine: Engine, now: float) -> None:
         """The engine has computed what it lacked."""
-        self._cache.computed_on(engine, self.lacking(engine), self._hashes, self._evident.get(engine, 0), now)
+        self._cache.computed_on(engine, self._hashes, self._evident.get(engine, 0), now)
 
     def failed(self, engine: Engine) -> None:
         """The engine will not compute it."""
@@ -162,6 +163,8 @@ class Cache:
         """Why there are none."""
         self.ranks: dict[Engine, tuple[Rank, ...]] = {}
         """Of the engines that publish events."""
+        self._debts: dict[Engine, Debt] = {}
+        """The same engines'."""
         self.predicted = Predicted()
         self._restarts: dict[Engine, int] = {}
         """Of the engines that something was predicted of, as they were then."""
@@ -223,7 +226,8 @@ class Cache:
         self._several = len(self._holding) > len(self.ranks) + len(self._holders)
 
     def _follow(self, engine: Engine, now: float) -> tuple[Rank, ...]:
-        spec, debt = engine.spec, Debt()
+        spec = engine.spec
+        debt = self._debts[engine] = Debt()
         return tuple(
             Rank(self.index, block_size=spec.block_size, replays=bool(spec.replay), now=now, debt=debt)
             for _ in range(spec.ranks)
@@ -232,6 +236,7 @@ class Cache:
     def _leave(self, engine: Engine) -> None:
         self.predicted.forget(engine)
         self._restarts.pop(engine, None)
+        del self._debts[engine]
         for rank in self.ranks.pop(engine):
             self._left_counts += rank.counts()
             rank.close()
@@ -295,6 +300,18 @@ class Cache:
         lacking = hashes.get(size, ())[evident // size :]
         if lacking and self._may_predict(engine):
             self.predicted.sent(engine, lacking, now)
+        if len(lacking) > 1 and engine in self.ranks and self._must_tell(engine, lacking[-1]):
+            self._debts[engine].sent(lacking[-1], now)
+
+    def _must_tell(self, engine: Engine, own: int) -> bool:
+        """Whether something follows from events that do not tell of a block which the engine computes.
+
+        Of one that is known in part only that it may have had it: with several ranks, nobody knows which.
+        """
+        ranks = self.ranks[engine]
+        known = {rank.knowledge for rank in ranks}
+        whole = known == {Knowledge.COMPLETE} or (known == {Knowledge.PARTIAL} and len(ranks) == 1)
+        return whole and not any(self.index.has(rank.holder, own) for rank in ranks)
 
     def _may_predict(self, engine: Engine) -> bool:
         """Its events can prove a prediction, and it is the process that was predicted of."""
@@ -305,9 +322,7 @@ class Cache:
         before, self._restarts[engine] = self._restarts.get(engine, restarts), restarts
         return before == restarts and any(rank.evident for rank in ranks)
 
-    def computed_on(
-        self, engine: Engine, tokens: int, hashes: Mapping[int, Sequence[int]], evident: int, now: float
-    ) -> None:
+    def computed_on(self, engine: Engine, hashes: Mapping[int, Sequence[int]], evident: int, now: float) -> None:
         ranks = self.ranks.get(engine)
         if ranks is not None:
             size = self._size_of(engine)
@@ -317,11 +332,14 @@ class Cache:
                 self.predicted.failed(engine, lacked)  # from now on they alone say how long it is there
                 return
             self.predicted.computed(engine, lacked, now)
-            if tokens >= 2 * size and all(rank.knowledge is Knowledge.COMPLETE for rank in ranks):
-                ranks[0].computed(now)
+            if lacked:
+                self._debts[engine].computed(lacked[-1], now)
 
     def failed_on(self, engine: Engine, hashes: Mapping[int, Sequence[int]]) -> None:
-        self.predicted.failed(engine, hashes.get(self._size_of(engine), ()))
+        blocks = hashes.get(self._size_of(engine), ())
+        self.predicted.failed(engine, blocks)
+        if blocks and engine in self._debts:
+            self._debts[engine].dropped(blocks[-1])
 
     def _size_of(self, engine: Engine) -> int:
         """Tokens in a block of an engine, as its events or else its control plane say."""

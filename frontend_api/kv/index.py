@@ -301,6 +301,9 @@ class Index:
 
     # ---- what routing asks
 
+    def has(self, holder: Holder, own: int) -> bool:
+        return bool(self._blocks.get(own) & holder.bit)
+
     def match(self, hashes: Sequence[int]) -> dict[int, int]:
         """How many blocks from the first on each holder has without a gap: by its bit; those with none are left out."""
         found: dict[int, int] = {}

@@ -28,6 +28,7 @@ class Trouble(StrEnum):
     """What is wrong with the events of one rank."""
 
     NOT_OBSERVED = "kv_events_not_observed"
+    """It computed a prompt, and what it published did not tell of it: nothing comes, or what comes is another engine's."""
     GAP = "kv_events_gap"
     MISMATCH = "kv_block_mismatch"
     AMBIGUOUS = "kv_events_ambiguous"
@@ -62,12 +63,3 @@ class Saved(Struct, frozen=True):
     keys: bytes
     values: bytes
     """`Names.dump`."""
-
-
-class Debt:
-    """What the ranks of one engine owe: events that tell of a prompt it has computed."""
-
-    __slots__ = ("since",)
-
-    def __init__(self) -> None:
-        self.since: float | None = None

@@ -13,7 +13,9 @@ import pytest
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import FleetSnapshot, RoutingMode, RoutingPolicy, SnapshotDeployment, SnapshotEngine
 from frontend_api.flow import Decode, Flow, Trace, serve
-from frontend_api.kv.events import END, OWED_SECONDS, Rank
+from frontend_api.kv.debt import HELD_SECONDS, OWED_SECONDS
+from frontend_api.kv.debt import SENT_SECONDS as SAMPLE_SECONDS
+from frontend_api.kv.events import END, Rank
 from frontend_api.kv.evidence import Cache, Evidence, State, source
 from frontend_api.kv.index import Index, chain
 from frontend_api.kv.predict import COMPUTED_SECONDS, MOST, SENT_SECONDS, Predicted
@@ -113,6 +115,13 @@ def stored(tokens: array[int], **more: Any) -> dict[str, Any]:
     return {**event, **more}
 
 
+def compute(fleet: Fleet, name: str, tokens: array[int]) -> None:
+    """The engine is sent a prompt, and answers."""
+    asked = fleet.cache.prompt(tokens, None)
+    asked.sent(fleet.engine(name), fleet.now)
+    asked.computed(fleet.engine(name), fleet.now)
+
+
 # ---- states and reasons
 
 
@@ -178,6 +187,78 @@ def test_an_engine_whose_events_came_before_its_answer_owes_none() -> None:
     asked.computed(fleet.engine("a1"), fleet.now)
     fleet.pass_time(OWED_SECONDS + 1.0)
     assert fleet.standing() == (State.EXACT, {})
+
+
+def test_events_that_are_another_engines_are_told_from_what_they_leave_out() -> None:
+    """As when somebody has mixed two addresses up: each publisher is in good order, and still nothing is where it seems."""
+    fleet = Fleet("a1", "a2", replay="")
+    (one,), (two,) = fleet.ranks("a1"), fleet.ranks("a2")
+    for rank in (one, two):
+        rank.live(0, batch(stored(prompt(8))), fleet.now)
+    compute(fleet, "a1", prompt(1))
+    two.live(1, batch(stored(prompt(1))), fleet.now)
+    fleet.pass_time(OWED_SECONDS + 1.0)
+    assert fleet.standing() == (State.DEGRADED, {"a1": "kv_events_not_observed"})
+    one.live(1, batch(stored(prompt(2))), fleet.now)  # of what a2 has computed
+    compute(fleet, "a1", prompt(3))
+    one.live(2, batch(stored(prompt(3))), fleet.now)  # by chance
+    fleet.pass_time(HELD_SECONDS - 1.0)
+    assert fleet.standing() == (State.DEGRADED, {"a1": "kv_events_not_observed"})
+    fleet.pass_time(2.0)
+    assert fleet.standing() == (State.EXACT, {})
+
+
+def test_blocks_that_were_told_of_and_are_gone_before_the_answer_are_not_owed() -> None:
+    fleet = Fleet("a1")
+    fleet.answer()
+    asked = fleet.cache.prompt(prompt(1), None)
+    asked.sent(fleet.engine("a1"), fleet.now)
+    (rank,) = fleet.ranks("a1")
+    rank.live(0, batch(stored(prompt(1))), fleet.now)
+    rank.live(1, batch({**stored(prompt(1)), "type": "BlockRemoved"}, stored(prompt(2))), fleet.now)
+    asked.computed(fleet.engine("a1"), fleet.now)
+    fleet.pass_time(OWED_SECONDS + 1.0)
+    assert fleet.standing() == (State.EXACT, {})
+
+
+def test_requests_that_nobody_finishes_leave_the_next_one_to_be_looked_at() -> None:
+    fleet = Fleet("a1")
+    fleet.answer()
+    engine = fleet.engine("a1")
+    for seed in (1, 2):
+        fleet.cache.prompt(prompt(seed), None).sent(engine, fleet.now)
+    compute(fleet, "a1", prompt(3))
+    fleet.pass_time(SAMPLE_SECONDS + 1.0)
+    assert fleet.standing() == (State.EXACT, {})
+    refused = fleet.cache.prompt(prompt(4), None)
+    refused.sent(engine, fleet.now)
+    refused.failed(engine)
+    compute(fleet, "a1", prompt(5))
+    fleet.pass_time(OWED_SECONDS + 1.0)
+    assert fleet.standing()[1] == {"a1": "kv_events_not_observed"}
+
+
+def test_a_prompt_that_it_had_unknown_keeps_an_engine_known_in_part() -> None:
+    """One that is asked for again and again is never the oldest, and tells of nothing: the others turn over without it."""
+    fleet = Fleet("a1", replay="")
+    (rank,) = fleet.ranks("a1")
+    for number in range(10, 14):
+        gone = {**stored(prompt(number - 1)), "type": "BlockRemoved"}
+        rank.live(number, batch(stored(prompt(number)), gone), fleet.now)
+        assert fleet.standing()[0] is (State.APPROXIMATE if number < 13 else State.EXACT)
+        if number < 12:
+            compute(fleet, "a1", prompt(1))
+            fleet.pass_time(OWED_SECONDS + 1.0)
+
+
+def test_an_engine_of_other_groups_owes_no_more_than_any_event() -> None:
+    fleet = Fleet("a1")
+    fleet.answer()
+    compute(fleet, "a1", prompt(1))
+    window = stored(prompt(1), group_idx=1, kv_cache_spec_kind="sliding_window")
+    fleet.ranks("a1")[0].live(0, batch(window), fleet.now)
+    fleet.pass_time(OWED_SECONDS + 1.0)
+    assert fleet.standing() == (State.APPROXIMATE, {"a1": "kv_other_cache_groups"})
 
 
 def test_two_engines_that_claim_one_address_also_by_their_ranks() -> None:

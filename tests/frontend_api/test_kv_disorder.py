@@ -19,7 +19,7 @@ import pytest_asyncio
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import RoutingMode, RoutingPolicy
 from frontend_api.formats.openai import Endpoint
-from frontend_api.kv import events, listen
+from frontend_api.kv import debt, events, listen
 from frontend_api.kv.events import Rank
 from frontend_api.kv.evidence import Cache, Evidence, Source, TokenSource
 from frontend_api.kv.index import Index, chain
@@ -196,7 +196,7 @@ async def test_a_publisher_that_connects_instead_of_binding_is_told(make_scene: 
 async def test_an_engine_that_answers_and_tells_nothing_makes_it_blind_and_it_stays_so(
     make_scene: MakeScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "OWED_SECONDS", 0.5)
+    monkeypatch.setattr(debt, "OWED_SECONDS", 0.5)
     scene = await make_scene()
     await scene.stands("exact")
     await scene.told([*LINES[0], 7])

@@ -282,14 +282,16 @@ async def test_an_engine_that_publishes_nothing_makes_the_router_blind_and_it_sa
     await fleet.engines["a0"].fault("no-events")
     await fleet.ask(prompt(1))
     rank = fleet.rank("a0")
-    rank._debt.since -= 60.0  # a minute ago
+    rank._debt._since -= 60.0  # a minute ago
     await until(lambda: fleet.cache.standing().state is State.BLIND)
     told = await fleet.ask(prompt(1))
     assert (told["state"], told["reason"]) == ("blind", "no-overlap")
     assert told["state-because"] == "a0=kv_events_not_observed"
     await fleet.engines["a0"].fault()
     await fleet.ask(prompt(2))
-    await until(lambda: fleet.cache.standing().state is State.EXACT)
+    await until(lambda: fleet.holds("a0") == 8)
+    told = await fleet.ask(prompt(1))  # which it has, and nobody knows
+    assert (told["state"], told["state-because"]) == ("degraded", "a0=kv_events_not_observed")
 
 
 async def test_events_off_and_odd_engines_are_named(make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:

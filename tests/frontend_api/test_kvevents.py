@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend_api.kv.events import CHECK_SECONDS, END, OWED_SECONDS, UNSTEADY, UNSTEADY_SECONDS, Rank
+from frontend_api.kv.debt import OWED_SECONDS, Debt
+from frontend_api.kv.events import CHECK_SECONDS, END, UNSTEADY, UNSTEADY_SECONDS, Rank
 from frontend_api.kv.index import Index, chain
-from frontend_api.kv.knowledge import Bound, Debt, Knowledge, Saved, Trouble
+from frontend_api.kv.knowledge import Bound, Knowledge, Saved, Trouble
 
 SIZE = 4
 pack = msgspec.msgpack.encode
@@ -62,7 +63,8 @@ class Line:
     ) -> None:
         self.index = Index(limit)
         self.now = 0.0
-        self.rank = Rank(self.index, block_size=block_size, replays=replays, now=0.0, capacity=capacity)
+        self.debt = Debt()
+        self.rank = Rank(self.index, block_size=block_size, replays=replays, now=0.0, capacity=capacity, debt=self.debt)
         self.buffer: list[tuple[int, bytes]] = []
         self.asked: list[int] = []
 
@@ -99,6 +101,13 @@ class Line:
     @property
     def state(self) -> tuple[Knowledge, int, list[Trouble]]:
         return self.rank.knowledge, self.depth, list(self.rank.trouble)
+
+
+def owe(debt: Debt, block: int, now: float) -> None:
+    """The engine has computed the prompt up to this block."""
+    own = chain(array("I", [t for n in range(block + 1) for t in tokens(n)]), SIZE)[-1]
+    debt.sent(own, now)
+    debt.computed(own, now)
 
 
 def ready(*, upto: int = 2) -> Line:
@@ -368,7 +377,7 @@ def test_a_replay_that_answers_again_is_noticed_however_busy_the_engine_is() -> 
 def test_an_engine_that_computes_and_tells_nothing() -> None:
     line = Line()
     line.replay()
-    line.rank.computed(1.0)
+    owe(line.debt, 0, 1.0)
     line.rank.tick(1.0 + OWED_SECONDS)
     assert line.rank.evident
     line.rank.tick(1.1 + OWED_SECONDS)
@@ -376,6 +385,7 @@ def test_an_engine_that_computes_and_tells_nothing() -> None:
     assert not line.rank.evident
     line.replay()
     line.publish(*run(0, 0))
+    line.rank.tick(1.2 + OWED_SECONDS)
     assert line.state == (Knowledge.COMPLETE, 1, [])
     assert line.rank.evident
 
@@ -391,11 +401,12 @@ def test_of_several_ranks_any_may_pay_what_the_engine_owes() -> None:
     first, second = (Rank(index, block_size=SIZE, replays=False, now=0.0, debt=debt) for _ in range(2))
     for rank in (first, second):
         rank.live(0, batch(stored(0)), 0.0)
-        rank.computed(1.0)
+        owe(debt, 1, 1.0)
         rank.tick(1.1 + OWED_SECONDS)
     assert list(first.trouble) == list(second.trouble) == [Trouble.NOT_OBSERVED]
     second.live(1, batch(stored(1)), 20.0)
     first.tick(20.0)
+    second.tick(20.0)
     assert first.trouble == second.trouble == {}
 
 
