@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from controlplane.fleet.model import EngineAssignment, EngineSpec, NodeFacts, Ports, Role, Runtime
 from workers.runtimes import EngineRuntime
+from workers.sim.settings import Settings
 
 ENTRY_POINT = ("-m", "vllm.entrypoints.openai.api_server")
 """The `vllm` command asks for a distribution named `vllm` and fails in the CPU runtime; the module works in both."""
@@ -164,10 +165,6 @@ def _gpu(gpus: tuple[int, ...]) -> dict[str, str]:
     }
 
 
-SIM_KV_BYTES_PER_TOKEN = 46_080
-SIM_BLOCK_SIZE = 128
-
-
 def _sim(
     assignment: EngineAssignment, *, runtime: EngineRuntime, model_path: Path | None, address: str, ports: Ports
 ) -> Command:
@@ -186,7 +183,8 @@ def _sim(
     if spec.block_size is not None:
         argv += ["--block-size", str(spec.block_size)]
     if spec.kv_cache_bytes is not None:
-        block_bytes = (spec.block_size or SIM_BLOCK_SIZE) * SIM_KV_BYTES_PER_TOKEN
+        its = Settings()
+        block_bytes = (spec.block_size or its.block_size) * its.kv_bytes_per_token
         argv += ["--kv-blocks", str(max(1, spec.kv_cache_bytes // block_bytes))]
-        argv += ["--kv-bytes-per-token", str(SIM_KV_BYTES_PER_TOKEN)]
+        argv += ["--kv-bytes-per-token", str(its.kv_bytes_per_token)]
     return Command(tuple(argv), {"VLLM_API_KEY": assignment.secret, "PYTHONUNBUFFERED": "1"})

@@ -14,6 +14,7 @@ from controlplane.fleet.model import EngineAssignment, EngineSpec, NodeFacts, Po
 from workers import command
 from workers.command import Command, build
 from workers.runtimes import EngineRuntime
+from workers.sim.__main__ import parse_arguments
 
 PYTHON = Path("/cache/runtimes/cpu-0123/bin/python")
 PORTS = Ports(http=21000, side_channel=21001, events=21002, replay=21003)
@@ -170,6 +171,12 @@ def test_the_stand_ins_command_line() -> None:
         "21003",
     ]
     assert (option(argv, "--kv-blocks"), option(argv, "--kv-bytes-per-token")) == ("10", "46080")
+
+
+def test_a_stand_in_has_the_kv_memory_it_is_given() -> None:
+    """Also where its block size is its own choice."""
+    its = parse_arguments(made(Runtime.SIM, Role.AGGREGATED, kv_cache_bytes=1 << 30).argv[3:])
+    assert 0 <= (1 << 30) - its.kv_blocks * its.block_size * its.kv_bytes_per_token < 1 << 20
 
 
 def test_a_real_engine_without_a_model_is_a_defect() -> None:
