@@ -2,7 +2,8 @@
 
 Requests and tokens are sums per second and key (rules: `windows`). Requests at a time are told by each router as its whole
 number per key, whatever its limits are now, so that repeating or losing a message does no harm; a router that has not spoken
-for its lease counts no more. A router that knows an older count than the one it finds is told so, and nothing is counted.
+for its lease counts no more. Each call has a number: a router that finds another count than the one it knows, or one that has
+fallen behind (a replica, or older data read back from disk), is told so, and nothing is counted.
 Nothing here decides what to do without Redis: `limits` does.
 """
 
@@ -22,7 +23,7 @@ LEASE = 10
 
 SCRIPT = """
 local batch = cmsgpack.unpack(ARGV[1])
-local router, lease, known = batch[1], batch[2], batch[3]
+local router, lease, known, seen = batch[1], batch[2], batch[3], batch[5]
 local clock = redis.call('TIME')
 local now = tonumber(clock[1])
 local exact = now + tonumber(clock[2]) / 1000000
@@ -30,9 +31,14 @@ local routers = 'tandem:limits:routers'
 redis.call('ZADD', routers, exact + lease, router)
 redis.call('ZREMRANGEBYSCORE', routers, '-inf', exact)
 redis.call('EXPIRE', routers, 3600)
-redis.call('SET', 'tandem:limits:born', clock[1] .. '.' .. clock[2], 'NX')
-redis.call('EXPIRE', 'tandem:limits:born', 3600)
-local born = redis.call('GET', 'tandem:limits:born')
+local found = redis.call('HMGET', 'tandem:limits:calls', 'born', 'calls')
+local born, calls = found[1], tonumber(found[2] or 0)
+if not born or (known == born and calls < seen) then
+  born = clock[1] .. '.' .. clock[2]
+end
+calls = calls + 1
+redis.call('HSET', 'tandem:limits:calls', 'born', born, 'calls', calls)
+redis.call('EXPIRE', 'tandem:limits:calls', 3600)
 local replies = {}
 if known ~= '' and known ~= born then
   batch[4] = {}
@@ -42,7 +48,7 @@ for i, line in ipairs(batch[4]) do
   local held, owed, asks = line[5], line[6], line[7]
   local reply = {0, 0, 0}
 
-  local holders, others = 'tandem:limits:held:' .. id, 0
+  local holders, others = 'tandem:limits:held:' .. id .. ':' .. born, 0
   if max_held > 0 then
     local all = redis.call('HGETALL', holders)
     for j = 1, #all, 2 do
@@ -56,7 +62,7 @@ for i, line in ipairs(batch[4]) do
     end
   end
 
-  local window, counted = 'tandem:limits:window:' .. id, max_requests > 0 or max_tokens > 0
+  local window, counted = 'tandem:limits:window:' .. id .. ':' .. born, max_requests > 0 or max_tokens > 0
   local requests, tokens, first, last = 0, 0, now, 0
   local function at(second)
     local found = redis.call('HMGET', window, 'r' .. second, 't' .. second)
@@ -158,7 +164,7 @@ for i, line in ipairs(batch[4]) do
   end
   replies[i] = reply
 end
-return cmsgpack.pack({exact, redis.call('ZCARD', routers), replies, born})
+return cmsgpack.pack({exact, redis.call('ZCARD', routers), replies, born, calls})
 """
 
 
@@ -190,7 +196,9 @@ class Reply(Struct, array_like=True, frozen=True):
     """Per line: the newest second in the window, its requests and tokens; then for each ask: bound, wait, requests and tokens
     counted by then."""
     born: str = ""
-    """Names this count: another Redis, or one that lost everything, has another."""
+    """Names this count: another Redis, or one that lost something, has another."""
+    calls: int = 0
+    """By all routers until now."""
 
 
 class Forgotten(Exception):
@@ -210,6 +218,7 @@ class RedisCounter:
         self._connection: Any = None
         self._digest = b""
         self._born = ""
+        self._calls = 0
 
     async def ask(self, lines: list[Line], *, last: bool = False) -> Reply:
         """Count a batch. `last`: this router ends. Raises `Forgotten`; `RedisError`, `OSError`, or `MsgspecError` for an odd
@@ -219,14 +228,14 @@ class RedisCounter:
             self._connection.socket_timeout = None  # the caller's limit is shorter, and one timer is enough
             await self._connection.connect()
             self._digest = await self._call("SCRIPT", "LOAD", SCRIPT)
-        batch = _encode((self._router, 0 if last else LEASE, self._born, lines))
+        batch = _encode((self._router, 0 if last else LEASE, self._born, lines, self._calls))
         try:
             answer = await self._call("EVALSHA", self._digest, "0", batch)
         except NoScriptError:  # Redis was emptied
             self._digest = await self._call("SCRIPT", "LOAD", SCRIPT)
             answer = await self._call("EVALSHA", self._digest, "0", batch)
         reply = _decode(answer)
-        known, self._born = self._born, reply.born
+        known, self._born, self._calls = self._born, reply.born, reply.calls
         if known not in ("", reply.born):
             raise Forgotten
         return reply

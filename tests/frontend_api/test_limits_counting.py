@@ -116,7 +116,7 @@ class Twice:
 
     async def ask(self, now: float, line: Line) -> list[float]:
         second = int(now)
-        batch = counter._encode(("r", 10, "", [line]))
+        batch = counter._encode(("r", 10, "", [line], 0))
         answer = await self.script(args=[batch, second, round((now - second) * 1e6)], client=self.client)
         return counter._decode(answer).lines[0]
 
@@ -153,7 +153,7 @@ def test_redis_counts_as_the_window_does(
     async def compare() -> None:
         client = redis.Redis.from_url(redis_server.url)
         try:
-            await client.delete("tandem:limits:window:k", "tandem:limits:held:k")
+            await client.flushall()
             twice, now = Twice(client), 1_700_000_000.0
             for pause, owed, asks in batches:
                 now += pause
@@ -213,7 +213,8 @@ async def test_a_router_that_died_holds_nothing_when_its_lease_is_over(
             found = await bounds(alive, line(held_max=1, asks=1))
             assert found in ([[Bound.CONCURRENCY]], [[Bound.NONE]])
             await asyncio.sleep(0.05)
-    assert await client.hkeys("tandem:limits:held:k") == [b"alive"]  # type: ignore[misc]
+    (held,) = await client.keys("tandem:limits:held:k:*")
+    assert await client.hkeys(held) == [b"alive"]  # type: ignore[misc]
     await dead.drop()
     await alive.drop()
 
@@ -238,6 +239,25 @@ async def test_a_redis_that_lost_everything_goes_on(client: redis.Redis) -> None
     assert await client.keys("tandem:limits:window:*") == []
     assert await bounds(router, line(requests=1, asks=2)) == [[Bound.NONE, Bound.REQUESTS]]
     await router.drop()
+
+
+async def test_a_redis_with_older_data_is_told_again(client: redis.Redis) -> None:
+    one, two = RedisCounter(client, "one"), RedisCounter(client, "two")
+    await bounds(one, line(requests=3, held_max=9, asks=1))
+    older = {name: await client.dump(name) for name in await client.keys("tandem:limits:*")}
+    await bounds(two, line(requests=3, held_max=9, asks=1))
+    await client.flushall()
+    for name, data in older.items():
+        await client.restore(name, 0, data)
+    with pytest.raises(Forgotten):
+        await bounds(two, line(requests=3, asks=1))
+    with pytest.raises(Forgotten):
+        await bounds(one, line(requests=3, asks=1))
+    assert await bounds(one, line(requests=3, held_max=1, asks=4)) == [[Bound.NONE] + [Bound.CONCURRENCY] * 3], (
+        "nothing older counts"
+    )
+    await one.drop()
+    await two.drop()
 
 
 async def test_many_that_run_into_a_limit_at_once_cost_redis_no_more_than_one(client: redis.Redis) -> None:
