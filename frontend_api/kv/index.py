@@ -35,7 +35,10 @@ FULL_ATTENTION = frozenset((None, "full_attention", "mla_attention", "sink_full_
 """Cache groups whose blocks hold a prefix for good; a sliding window or a state space does not (dynamo#9376)."""
 DEVICE = frozenset((None, "GPU"))
 
-_TOKEN_BYTES = array("I").itemsize
+_MASK: Any = MASK
+"""`Any`, here and where hashes and sets of holders go through a hot loop: of an `int` that it only passes on, compiled code
+makes a machine word and then an object again."""
+TOKEN_BYTES = array("I").itemsize
 _pack = msgspec.msgpack.encode
 
 
@@ -57,12 +60,17 @@ def _with_extra(parent: int, keys: Sequence[Any]) -> int:
 
 def chain(tokens: array[int], block_size: int, *, lora: str | None = None, salt: str | None = None) -> list[int]:
     """The own hashes of all full blocks of a prompt."""
-    data = tokens.tobytes()
-    step = block_size * _TOKEN_BYTES
-    own = begin(block_size, lora, salt)
-    digest, mask = xxh3_64_intdigest, MASK
-    blocks = iter_unpack(f"{step}s", data[: len(data) - len(data) % step])  # faster than slices
-    return [own := digest(block, own) & mask for (block,) in blocks]
+    return hashed(tokens.tobytes(), block_size * TOKEN_BYTES, begin(block_size, lora, salt))
+
+
+def hashed(data: bytes, step: int, own: Any) -> list[int]:
+    """The own hashes of all full blocks, of `step` bytes each, that follow the one with the hash `own`."""
+    digest, mask = xxh3_64_intdigest, _MASK
+    found = []
+    for (block,) in iter_unpack(f"{step}s", data[: len(data) - len(data) % step]):  # faster than slices
+        own = digest(block, own) & mask
+        found.append(own)
+    return found
 
 
 def _key(engine_hash: int | bytes) -> int:
@@ -205,7 +213,7 @@ class Index:
             data = array("I", tokens).tobytes()
         except (OverflowError, TypeError):
             return self.left_out("mismatched")
-        of_block, bit, sets, step = self._blocks, holder.bit, self._sets, block_size * _TOKEN_BYTES
+        of_block, bit, sets, step = self._blocks, holder.bit, self._sets, block_size * TOKEN_BYTES
         table, mask = of_block.table, of_block.mask
         added = new = 0
         put = blocks.put
@@ -306,38 +314,44 @@ class Index:
 
     def match(self, hashes: Sequence[int]) -> dict[int, int]:
         """How many blocks from the first on each holder has without a gap: by its bit; those with none are left out."""
-        found: dict[int, int] = {}
-        left = self._blocks.get(hashes[0]) & self._alive if hashes else 0
+        found: dict[Any, int] = {}
+        left: Any = self._blocks.get(hashes[0]) & self._alive if hashes else 0
         if not left:
             return found
-        table, mask = self._blocks.table, self._blocks.mask
+        table: list[dict[Any, Any]] = self._blocks.table
+        mask = self._blocks.mask
+        seen: Any = None
         depth = 0
+        own: Any
         for own in hashes:
-            having = table[own & mask].get(own, 0) & left
-            if having != left:
-                gone = left ^ having
-                if depth:
-                    if gone.bit_count() > 1:
-                        _spread(found, gone, depth)
-                    else:
+            low: int = own
+            having = table[low & mask].get(own, 0)
+            if having is not seen:  # equal sets are one object, but for a few
+                seen = having
+                having &= left
+                if having != left:
+                    gone = left ^ having
+                    if not gone & (gone - 1):
                         found[gone] = depth
-                left = having
+                    else:
+                        _spread(found, gone, depth)
+                    left = having
             if not left:
                 break
             depth += 1
         _spread(found, left, depth)
-        if depth and self.entries > self.limit // 2:
+        if self.entries > self.limit // 2:
             self._used.update(hashes[:depth])
             if len(self._used) > self.limit // 4:
                 self._used.clear()
         return found
 
 
-def _spread(found: dict[int, int], bits: int, depth: int) -> None:
+def _spread(found: dict[Any, int], bits: Any, depth: int) -> None:
     while bits:
-        bit = bits & -bits
-        found[bit] = depth
-        bits ^= bit
+        rest = bits & (bits - 1)
+        found[bits ^ rest] = depth
+        bits = rest
 
 
 class Sent:

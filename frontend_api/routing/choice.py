@@ -322,9 +322,8 @@ def _why(weighed: Weighed, at: int) -> Reason:
     if not overlap:
         return Reason.NO_OVERLAP
     has = overlap.get(weighed.engines[at], 0)
-    if has < max(overlap.values()):  # of both pools: look closer
-        most = max([overlap.get(engine, 0) for engine in weighed.engines])
-        if has < most:
+    for engine in weighed.engines:
+        if overlap.get(engine, 0) > has:
             return Reason.LOAD_WINS
     return Reason.OVERLAP if has else Reason.NO_OVERLAP
 

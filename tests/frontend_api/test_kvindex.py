@@ -93,6 +93,28 @@ def test_it_matches_what_a_naive_model_matches(steps: list[tuple[str, int, int, 
     assert len(index) == len(set().union(*(e.held for e in engines)))
 
 
+@given(
+    st.lists(st.integers(0, 12), min_size=1, max_size=70), st.sets(st.tuples(st.integers(0, 69), st.integers(0, 11)))
+)
+def test_a_match_ends_at_each_holders_first_gap(have: list[int], gaps: set[tuple[int, int]]) -> None:
+    """More holders than a machine word has bits; some have equal sets of blocks, some are hidden."""
+    index, tokens = Index(), array("I", range(12 * SIZE))
+    hashes = chain(tokens, SIZE)
+    wanted: dict[int, int] = {}
+    for number, blocks in enumerate(have):
+        holder = index.add_holder()
+        index.stored(holder, range(blocks), None, tokens[: blocks * SIZE], SIZE)
+        lost = [block for block in range(blocks) if (number, block) in gaps]
+        index.removed(holder, lost)
+        if number % 7 == 3:
+            index.hide(holder)
+        elif depth := min(lost, default=blocks):
+            wanted[holder.bit] = depth
+    assert index.match(hashes) == wanted
+    assert index.match(hashes[:5]) == {bit: min(depth, 5) for bit, depth in wanted.items()}
+    assert index.match([]) == {}
+
+
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.integers(1, 5))
 def test_only_full_blocks_count_and_a_longer_prompt_continues_the_chain(tokens: list[int], size: int) -> None:
     hashes = chain(array("I", tokens), size)
