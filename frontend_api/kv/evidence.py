@@ -14,11 +14,12 @@ from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from controlplane.fleet.wire import RoutingMode
+from frontend_api.kv.contents import Contents
 from frontend_api.kv.debt import Debt
-from frontend_api.kv.events import Rank
 from frontend_api.kv.index import LIMIT, Holder, Index, Sent, chain
 from frontend_api.kv.knowledge import Knowledge, Trouble
 from frontend_api.kv.predict import Predicted
+from frontend_api.kv.sequence import Rank
 from frontend_api.routing.view import Deployment, Engine, View
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ class Cache:
                 if engine.spec.block_size:
                     self.index.block_sizes.add(engine.spec.block_size)
                 for rank in self.ranks[engine]:
-                    rank.capacity = engine.spec.kv_blocks
+                    rank.contents.capacity = engine.spec.kv_blocks
         self._engines = engines
         self._list_holders()
         self.tokenization = {engine: found for engine, found in self.tokenization.items() if engine in engines}
@@ -221,7 +222,7 @@ class Cache:
         self._miscounts = {engine: at for engine, at in self._miscounts.items() if engine in ids}
 
     def _list_holders(self) -> None:
-        ranks = ((engine, rank.holder) for engine, ranks in self.ranks.items() for rank in ranks)
+        ranks = ((engine, rank.contents.holder) for engine, ranks in self.ranks.items() for rank in ranks)
         self._holding = tuple(self._holders.items() or ranks)
         self._several = len(self._holding) > len(self.ranks) + len(self._holders)
 
@@ -229,7 +230,7 @@ class Cache:
         spec = engine.spec
         debt = self._debts[engine] = Debt()
         return tuple(
-            Rank(self.index, block_size=spec.block_size, replays=bool(spec.replay), now=now, debt=debt)
+            Rank(Contents(self.index, block_size=spec.block_size, debt=debt), replays=bool(spec.replay), now=now)
             for _ in range(spec.ranks)
         )
 
@@ -239,7 +240,7 @@ class Cache:
         del self._debts[engine]
         for rank in self.ranks.pop(engine):
             self._left_counts += rank.counts()
-            rank.close()
+            rank.contents.close()
         self._list_holders()
 
     @property
@@ -311,7 +312,7 @@ class Cache:
         ranks = self.ranks[engine]
         known = {rank.knowledge for rank in ranks}
         whole = known == {Knowledge.COMPLETE} or (known == {Knowledge.PARTIAL} and len(ranks) == 1)
-        return whole and not any(self.index.has(rank.holder, own) for rank in ranks)
+        return whole and not any(self.index.has(rank.contents.holder, own) for rank in ranks)
 
     def _may_predict(self, engine: Engine) -> bool:
         """Its events can prove a prediction, and it is the process that was predicted of."""
@@ -328,7 +329,7 @@ class Cache:
             size = self._size_of(engine)
             lacked = hashes.get(size, ())[evident // size :]
             told = self.index.match(lacked[-1:])  # events may be faster than the answer
-            if any(rank.holder.bit in told for rank in ranks):
+            if any(rank.contents.holder.bit in told for rank in ranks):
                 self.predicted.failed(engine, lacked)  # from now on they alone say how long it is there
                 return
             self.predicted.computed(engine, lacked, now)
@@ -344,7 +345,7 @@ class Cache:
     def _size_of(self, engine: Engine) -> int:
         """Tokens in a block of an engine, as its events or else its control plane say."""
         ranks = self.ranks.get(engine)
-        return (ranks[0].block_size if ranks else None) or _block_size(engine)
+        return (ranks[0].contents.block_size if ranks else None) or _block_size(engine)
 
     def miscounted(self, engine: str, now: float) -> bool:
         """An engine, by id, counted other prompt tokens than the router had. False: that is known already. `now`: monotonic."""
@@ -413,8 +414,8 @@ class Cache:
 def _in_part(ranks: Sequence[Rank]) -> str | None:
     """Why what is indexed of an engine is not all that decides about a hit; None: it is."""
     for rank in ranks:
-        if rank.bounds:
-            return min(rank.bounds).value
+        if bounds := rank.contents.bounds:
+            return min(bounds).value
         if rank.knowledge is not Knowledge.COMPLETE:
             return rank.knowledge.value
     return RANKS if len(ranks) > 1 else None

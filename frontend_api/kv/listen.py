@@ -1,6 +1,6 @@
 """What the KV index lives on: a subscriber per engine, a fresh connection for each replay, and the models' tokenizers.
 
-It decides nothing: what frames mean is `kvevents`' part. A replay has a connection of its own, so that no late answer can be
+It decides nothing: what frames mean is the part of `sequence`. A replay has a connection of its own, so that no late answer can be
 taken for that of the next one.
 """
 
@@ -16,9 +16,9 @@ from typing import Any, TypeVar, cast
 import zmq
 import zmq.asyncio
 
-from frontend_api.kv.events import END, REPLAY_SECONDS, Rank
 from frontend_api.kv.evidence import Cache, Evidence, Source, TokenSource
 from frontend_api.kv.save import SavedIndex
+from frontend_api.kv.sequence import END, REPLAY_SECONDS, Rank
 from frontend_api.tokens.store import Absent
 
 log = logging.getLogger(__name__)

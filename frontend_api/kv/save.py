@@ -18,9 +18,9 @@ import msgspec
 from msgspec import Struct
 from xxhash import xxh3_128_digest
 
-from frontend_api.kv.events import Rank
 from frontend_api.kv.evidence import Evidence, Source
 from frontend_api.kv.knowledge import Saved
+from frontend_api.kv.sequence import Rank
 from frontend_api.processes.listeners import write_private
 
 log = logging.getLogger(__name__)

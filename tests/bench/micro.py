@@ -84,7 +84,7 @@ def _choice() -> dict[str, float]:
     tokens = array("I", range(PROMPT_BLOCKS * BLOCK))
     for number, (rank,) in enumerate(cache.ranks.values()):
         have = number * PROMPT_BLOCKS // (ENGINES - 1)
-        cache.index.stored(rank.holder, range(have), None, tokens[: have * BLOCK], BLOCK)
+        cache.index.stored(rank.contents.holder, range(have), None, tokens[: have * BLOCK], BLOCK)
     hashes = chain(tokens, BLOCK)
     prompt = cache.prompt(tokens, None)
     assert len(prompt.overlap) == ENGINES - 1

@@ -15,10 +15,10 @@ from controlplane.fleet.wire import FleetSnapshot, RoutingMode, RoutingPolicy, S
 from frontend_api.flow import Decode, Flow, Trace, serve
 from frontend_api.kv.debt import HELD_SECONDS, OWED_SECONDS
 from frontend_api.kv.debt import SENT_SECONDS as SAMPLE_SECONDS
-from frontend_api.kv.events import END, Rank
 from frontend_api.kv.evidence import Cache, Evidence, State, source
 from frontend_api.kv.index import Index, chain
 from frontend_api.kv.predict import COMPUTED_SECONDS, MOST, SENT_SECONDS, Predicted
+from frontend_api.kv.sequence import END, Rank
 from frontend_api.routing.view import Engine, View
 
 SIZE = 16
@@ -310,7 +310,7 @@ def test_the_capacity_may_become_known_later() -> None:
     fleet.specs["a1"] = fleet.spec("a1", kv_blocks=77)
     fleet.publish()
     assert fleet.ranks("a1") == (rank,)
-    assert rank.capacity == 77
+    assert rank.contents.capacity == 77
 
 
 # ---- who comes and goes

@@ -19,12 +19,13 @@ import pytest_asyncio
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import RoutingMode, RoutingPolicy
 from frontend_api.formats.openai import Endpoint
-from frontend_api.kv import debt, events, listen
-from frontend_api.kv.events import Rank
+from frontend_api.kv import debt, listen, sequence
+from frontend_api.kv.contents import Contents
 from frontend_api.kv.evidence import Cache, Evidence, Source, TokenSource
 from frontend_api.kv.index import Index, chain
 from frontend_api.kv.knowledge import Knowledge
 from frontend_api.kv.listen import Follower
+from frontend_api.kv.sequence import Rank
 from tests.conftest import free_port
 from tests.frontend_api.client import ask
 from tests.frontend_api.conftest import MakeSite, Site, until
@@ -101,7 +102,7 @@ MakeScene = Callable[..., Awaitable[Scene]]
 
 @pytest_asyncio.fixture
 async def make_scene(make_site: MakeSite, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MakeScene]:
-    monkeypatch.setattr(events, "CHECK_SECONDS", 0.2)
+    monkeypatch.setattr(sequence, "CHECK_SECONDS", 0.2)
     monkeypatch.setattr(listen, "REPLAY_SECONDS", 0.2)
     scenes: list[Scene] = []
 
@@ -264,15 +265,15 @@ async def test_another_process_that_goes_on_with_the_next_number_starts_empty(
 ) -> None:
     scene = await make_scene()
     await scene.heard()
-    monkeypatch.setattr(events, "CHECK_SECONDS", 60.0)
+    monkeypatch.setattr(sequence, "CHECK_SECONDS", 60.0)
     cache, publisher = scene.cache, scene.publisher
     publisher.publish(publisher.stored(LINES[0]))
     await until(lambda: cache.index.entries == 8)
-    sequence, ports = publisher.sequence, publisher.ports
+    reached, ports = publisher.sequence, publisher.ports
     await publisher.close()
     scene.publisher = again = Publisher(ports, size=SIZE)
-    again.buffer = [(n, again.batch(again.stored(LINES[1]))[1]) for n in range(sequence)]  # before anybody is connected
-    again.sequence = sequence
+    again.buffer = [(n, again.batch(again.stored(LINES[1]))[1]) for n in range(reached)]  # before anybody is connected
+    again.sequence = reached
     await again.followed()
     again.publish(again.stored(LINES[2]))
     there = chain(array("I", LINES[2]), SIZE)
@@ -318,7 +319,7 @@ async def test_a_large_fleet_is_followed_and_nothing_stays_open() -> None:
     publisher, index = Publisher(size=SIZE), Index()
     sources = {
         Source("m", f"a{n}", 1, "", 0, publisher.events, publisher.replay): Rank(
-            index, block_size=SIZE, replays=True, now=0.0
+            Contents(index, block_size=SIZE), replays=True, now=0.0
         )
         for n in range(400)
     }

@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from frontend_api.kv.events import CHECK_SECONDS, END, UNSTEADY_SECONDS, Rank
+from frontend_api.kv.contents import Contents
 from frontend_api.kv.index import Index, chain
 from frontend_api.kv.knowledge import Knowledge, Saved
+from frontend_api.kv.sequence import CHECK_SECONDS, END, UNSTEADY_SECONDS, Rank
 
 SCENES = 200
 STEPS = 120
@@ -109,8 +110,8 @@ class Scene:
         self.rank = self._new_rank()
 
     def _new_rank(self) -> Rank:
-        capacity = self.capacity if self.told else None
-        return Rank(self.index, block_size=None, replays=self.replays, now=self.now, capacity=capacity)
+        contents = Contents(self.index, block_size=None, capacity=self.capacity if self.told else None)
+        return Rank(contents, replays=self.replays, now=self.now)
 
     # ---- steps
 
@@ -182,7 +183,7 @@ class Scene:
     def start_again(self) -> None:
         """The router. What is still on its way to the rank that was comes too late."""
         before, self.rank = self.rank, self._new_rank()
-        before.close()
+        before.contents.close()
         self.index.sweep(1_000)
         while self.on_the_way:
             before.live(*self.on_the_way.popleft(), self.now)
@@ -219,7 +220,7 @@ class Scene:
 
     def check(self) -> None:
         rank, held = self.rank, self.engine.held
-        known = set(array("Q", rank.holder.blocks.dump()[1]))
+        known = set(array("Q", rank.contents.holder.blocks.dump()[1]))
         assert known <= set(held)
         assert rank.knowledge in (Knowledge.COMPLETE, Knowledge.PARTIAL)
         if rank.knowledge is Knowledge.COMPLETE and not rank.trouble:
@@ -228,7 +229,7 @@ class Scene:
             for lora, salt in KINDS:
                 owns = chain(array("I", line), self.engine.size, lora=lora, salt=salt)
                 depth = next((n for n, own in enumerate(owns) if own not in known), len(owns))
-                assert self.index.match(owns) == ({rank.holder.bit: depth} if depth else {})
+                assert self.index.match(owns) == ({rank.contents.holder.bit: depth} if depth else {})
 
     def converge(self) -> None:
         """No more faults: soon all is known again."""

@@ -19,7 +19,7 @@ import pytest_asyncio
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import Disaggregate, RoutingMode, RoutingPolicy, SnapshotEngine
 from frontend_api.formats.openai import Endpoint
-from frontend_api.kv import events
+from frontend_api.kv import sequence
 from frontend_api.kv.evidence import Cache, State
 from frontend_api.kv.knowledge import Knowledge, Trouble
 from frontend_api.kv.listen import Follower, Unusable
@@ -151,7 +151,7 @@ class Fleet:
         return next(rank for engine, (rank,) in self.cache.ranks.items() if engine.id == name)
 
     def holds(self, name: str) -> int:
-        return len(self.rank(name).holder.blocks)
+        return len(self.rank(name).contents.holder.blocks)
 
     async def loaded(self) -> None:
         await until(lambda: self.cache.tokens is not None)
@@ -242,7 +242,7 @@ async def test_events_that_are_lost_on_the_way_are_replayed(make_fleet: MakeFlee
 async def test_a_publisher_that_was_killed_and_comes_back_starts_empty(
     make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "CHECK_SECONDS", 0.3)
+    monkeypatch.setattr(sequence, "CHECK_SECONDS", 0.3)
     fleet = await make_fleet("a0", "a1")
     await fleet.exact()
     first = await fleet.ask(prompt(1))
@@ -282,7 +282,7 @@ async def test_an_engine_that_publishes_nothing_makes_the_router_blind_and_it_sa
     await fleet.engines["a0"].fault("no-events")
     await fleet.ask(prompt(1))
     rank = fleet.rank("a0")
-    rank._debt._since -= 60.0  # a minute ago
+    rank.contents._debt._since -= 60.0  # a minute ago
     await until(lambda: fleet.cache.standing().state is State.BLIND)
     told = await fleet.ask(prompt(1))
     assert (told["state"], told["reason"]) == ("blind", "no-overlap")
@@ -295,7 +295,7 @@ async def test_an_engine_that_publishes_nothing_makes_the_router_blind_and_it_sa
 
 
 async def test_events_off_and_odd_engines_are_named(make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "CHECK_SECONDS", 0.3)
+    monkeypatch.setattr(sequence, "CHECK_SECONDS", 0.3)
     fleet = await make_fleet()
     await fleet.add("a0", events="", replay="")
     fleet.site.publish(policy=KV)

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from frontend_api.kv.contents import Contents
 from frontend_api.kv.debt import OWED_SECONDS, Debt
-from frontend_api.kv.events import CHECK_SECONDS, END, UNSTEADY, UNSTEADY_SECONDS, Rank
 from frontend_api.kv.index import Index, chain
 from frontend_api.kv.knowledge import Bound, Knowledge, Saved, Trouble
+from frontend_api.kv.sequence import CHECK_SECONDS, END, UNSTEADY, UNSTEADY_SECONDS, Rank
 
 SIZE = 4
 pack = msgspec.msgpack.encode
@@ -64,7 +65,8 @@ class Line:
         self.index = Index(limit)
         self.now = 0.0
         self.debt = Debt()
-        self.rank = Rank(self.index, block_size=block_size, replays=replays, now=0.0, capacity=capacity, debt=self.debt)
+        contents = Contents(self.index, block_size=block_size, capacity=capacity, debt=self.debt)
+        self.rank = Rank(contents, replays=replays, now=0.0)
         self.buffer: list[tuple[int, bytes]] = []
         self.asked: list[int] = []
 
@@ -96,11 +98,11 @@ class Line:
     @property
     def depth(self) -> int:
         prompt = array("I", [t for block in range(20) for t in tokens(block)])
-        return self.index.match(chain(prompt, SIZE)).get(self.rank.holder.bit, 0)
+        return self.index.match(chain(prompt, SIZE)).get(self.rank.contents.holder.bit, 0)
 
     @property
     def state(self) -> tuple[Knowledge, int, list[Trouble]]:
-        return self.rank.knowledge, self.depth, list(self.rank.trouble)
+        return self.rank.knowledge, self.depth, self.rank.trouble
 
 
 def owe(debt: Debt, block: int, now: float) -> None:
@@ -187,7 +189,10 @@ def test_a_lower_sequence_is_a_restart(first: int) -> None:
     assert line.state == (Knowledge.COMPLETE, 2, [])
     assert line.rank.restarts == 1
     assert (
-        line.index.match(chain(array("I", [t for b in range(5) for t in tokens(b)]), SIZE))[line.rank.holder.bit] == 2
+        line.index.match(chain(array("I", [t for b in range(5) for t in tokens(b)]), SIZE))[
+            line.rank.contents.holder.bit
+        ]
+        == 2
     )
 
 
@@ -201,8 +206,8 @@ def test_a_restarted_engine_may_have_another_block_size_unless_one_was_said(
     assert line.depth == 3
     line.buffer = [(0, batch(stored(0, block_size=2 * SIZE, token_ids=[*tokens(0), *tokens(1)])))]
     line.check()
-    assert list(line.rank.trouble) == trouble
-    assert len(line.rank.holder.blocks) == (0 if said else 1)
+    assert line.rank.trouble == trouble
+    assert len(line.rank.contents.holder.blocks) == (0 if said else 1)
 
 
 def test_without_a_replay_address_a_restart_starts_empty() -> None:
@@ -338,7 +343,7 @@ def test_what_was_not_taken_proves_no_block_size(event: dict[str, Any]) -> None:
     line.replay()
     line.publish((0, batch(event)), (1, batch(stored(0), stored(1))))
     assert line.depth == 2
-    assert line.rank.trouble == {}
+    assert line.rank.trouble == []
     assert line.index.block_sizes == {SIZE}
 
 
@@ -398,16 +403,16 @@ def test_two_sources_on_one_address() -> None:
 
 def test_of_several_ranks_any_may_pay_what_the_engine_owes() -> None:
     index, debt = Index(), Debt()
-    first, second = (Rank(index, block_size=SIZE, replays=False, now=0.0, debt=debt) for _ in range(2))
+    first, second = (Rank(Contents(index, block_size=SIZE, debt=debt), replays=False, now=0.0) for _ in range(2))
     for rank in (first, second):
         rank.live(0, batch(stored(0)), 0.0)
         owe(debt, 1, 1.0)
         rank.tick(1.1 + OWED_SECONDS)
-    assert list(first.trouble) == list(second.trouble) == [Trouble.NOT_OBSERVED]
+    assert first.trouble == second.trouble == [Trouble.NOT_OBSERVED]
     second.live(1, batch(stored(1)), 20.0)
     first.tick(20.0)
     second.tick(20.0)
-    assert first.trouble == second.trouble == {}
+    assert first.trouble == second.trouble == []
 
 
 def one(number: int) -> dict[str, Any]:
@@ -496,9 +501,9 @@ def test_what_the_own_limit_took_is_not_known_any_more() -> None:
     for number in range(10):
         line.publish((number, batch(one(number))))
     line.rank.tick(line.now)
-    assert (line.rank.knowledge, line.rank.bounds) == (Knowledge.PARTIAL, {Bound.INDEX_FULL})
+    assert (line.rank.knowledge, line.rank.contents.bounds) == (Knowledge.PARTIAL, {Bound.INDEX_FULL})
     line.publish((10, pack([1.0, [{"type": "AllBlocksCleared"}], 0])))
-    assert (line.rank.knowledge, line.rank.bounds) == (Knowledge.COMPLETE, set())
+    assert (line.rank.knowledge, line.rank.contents.bounds) == (Knowledge.COMPLETE, set())
 
 
 @pytest.mark.parametrize(
@@ -513,9 +518,9 @@ def test_what_the_own_limit_took_is_not_known_any_more() -> None:
 )
 def test_what_else_decides_about_a_hit_is_told(event: dict[str, Any], bound: Bound) -> None:
     line = ready()
-    assert line.rank.bounds == set()
+    assert line.rank.contents.bounds == set()
     line.publish((3, batch(event)))
-    assert line.rank.bounds == {bound}
+    assert line.rank.contents.bounds == {bound}
     assert line.state == (Knowledge.COMPLETE, 3, [])
 
 
@@ -683,7 +688,7 @@ def test_blocks_of_another_size_are_missing_after_a_restart_too() -> None:
 
 def test_what_comes_after_the_end_of_a_rank_is_nobody_elses() -> None:
     line = ready()
-    line.rank.close()
+    line.rank.contents.close()
     line.index.sweep()
     other = line.index.add_holder()
     line.live(*run(3, 3), (4, batch(stored(0))))

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import FleetSnapshot, RoutingMode, RoutingPolicy, SnapshotDeployment, SnapshotEngine
-from frontend_api.kv import events, save
-from frontend_api.kv.events import Rank
+from frontend_api.kv import save, sequence
 from frontend_api.kv.evidence import Cache, Evidence, Source, State
 from frontend_api.kv.knowledge import Knowledge, Saved
 from frontend_api.kv.listen import Follower
 from frontend_api.kv.save import SavedIndex, Unreadable, decode, encode, file_name
+from frontend_api.kv.sequence import Rank
 from frontend_api.routing.view import View
 from tests.frontend_api.conftest import until
 from tests.frontend_api.publisher import Publisher
@@ -128,7 +128,7 @@ class Process:
 @pytest.fixture(autouse=True)
 def quick_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is published before the subscriber is there is lost, and found at the next check."""
-    monkeypatch.setattr(events, "CHECK_SECONDS", 0.2)
+    monkeypatch.setattr(sequence, "CHECK_SECONDS", 0.2)
 
 
 Start = Callable[..., Awaitable[Process]]
