@@ -183,6 +183,16 @@ class Telemetry:
         queue = self._queue
         return [queue.popleft() for _ in range(min(BATCH, len(queue)))]
 
+    def put_back(self, records: Sequence[RequestRecord]) -> None:
+        """A batch that Redis did not take: it is the next one again."""
+        self._queue.extendleft(reversed(records))
+
+    @property
+    def waiting(self) -> bool:
+        """Records wait."""
+        self._count_ended()
+        return bool(self._queue)
+
     def settle(self, count: int, *, written: bool) -> None:
         (self._written if written else self._dropped)[()] += count
 

@@ -89,6 +89,8 @@ class Handout:
         self._last = [0] * processes
         self._held: deque[socket.socket] = deque()
         """Accepted, and no process could take them yet."""
+        self._full = False
+        """This process may open no more files, and has said so."""
         for index in range(processes):
             self._row(index)[_LEAVING] = 1  # until it is there
 
@@ -133,8 +135,11 @@ class Handout:
                 except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                     return True
                 except OSError as error:
-                    log.warning("No connection can be accepted now: %s", error)
+                    if not self._full:
+                        log.warning("No connection can be accepted now: %s", error)
+                    self._full = True
                     return False
+                self._full = False
                 self._held.append(connection)
             if not self._give(self._held[0]):
                 return False

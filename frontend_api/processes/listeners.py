@@ -17,7 +17,7 @@ from typing import cast
 import msgspec
 import redis as plain
 import redis.asyncio as redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from controlplane.fleet.wire import (
     REQUESTS_MAXLEN,
@@ -153,7 +153,7 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 class Reporter:
-    """Writes records and status to Redis. What Redis does not take is dropped and counted."""
+    """Writes records and status to Redis. While Redis takes none, records wait as long as there is room for them."""
 
     def __init__(self, telemetry: Telemetry, view: View, evidence: Evidence, client: redis.Redis) -> None:
         self._telemetry = telemetry
@@ -162,19 +162,34 @@ class Reporter:
         self._client = client
 
     async def flush(self) -> None:
-        """Write all waiting records, a batch at a time."""
+        """Write all waiting records, a batch at a time. One that is lost on the way is dropped and counted: Redis may have it."""
+        try:
+            if self._telemetry.waiting:
+                await (
+                    self._client.ping()
+                )  # a connection that has ended, or a Redis that loads its data, costs no record
+            while records := self._telemetry.batch():
+                written = False
+                try:
+                    await cast(
+                        Awaitable[int],
+                        self._client.eval(_APPEND, 1, REQUESTS_STREAM, REQUESTS_MAXLEN, encode_lines(records)),
+                    )
+                    written = True
+                except ResponseError:  # out of memory, or a replica: it has none of them
+                    self._telemetry.put_back(records)
+                    records = []
+                    raise
+                finally:  # also of a flush that is cancelled
+                    self._telemetry.settle(len(records), written=written)
+        except (RedisError, OSError):
+            return
+
+    async def end(self) -> None:
+        """Write the last records; what Redis does not take now is lost."""
+        await self.flush()
         while records := self._telemetry.batch():
-            written = False
-            try:
-                await cast(
-                    Awaitable[int],
-                    self._client.eval(_APPEND, 1, REQUESTS_STREAM, REQUESTS_MAXLEN, encode_lines(records)),
-                )
-                written = True
-            except (RedisError, OSError):
-                return
-            finally:  # also of a flush that is cancelled
-                self._telemetry.settle(len(records), written=written)
+            self._telemetry.settle(len(records), written=False)
 
     async def report(self) -> None:
         """Write the status once."""

@@ -158,8 +158,9 @@ async def run(
     await listeners.end(tasks)
     if reporter is not None and client is not None:
         await limits.end()
-        await reporter.flush()
+        await reporter.end()
         await client.aclose()
+    router.share_figures()  # what was counted since the last time
     upstreams.close()
 
 

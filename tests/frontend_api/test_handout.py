@@ -181,6 +181,21 @@ def test_a_connection_for_which_there_is_no_descriptor_counts_as_ended(house: Ho
     assert house.take(0) == 2
 
 
+def test_a_parent_that_may_open_no_more_files_says_so_once(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    house.connect(2)
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for _ in range(2):
+        caplog.clear()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            assert not any(house.handout.hand_out() for _ in range(3))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        assert len(caplog.records) == 1
+        assert house.handout.hand_out()
+        house.connect(1)
+
+
 def test_whoever_connected_before_the_end_is_served(house: House) -> None:
     house.connect(9)
     house.handout.close()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from time import monotonic
 from typing import cast
 
 import pytest
@@ -173,15 +174,65 @@ async def test_records_reach_the_stream(redis_url: str) -> None:
     await client.aclose()
 
 
-async def test_records_are_dropped_and_counted_when_redis_is_away_or_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_records_wait_while_redis_is_away_or_refuses_and_are_dropped_and_counted_where_there_is_no_room(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(telemetry, "QUEUE", 10)
-    client = listeners.connect("redis://127.0.0.1:1/0")
+    server = RedisServer(tmp_path)
+    server.start()
+    client = listeners.connect(server.url)
     told = Telemetry("r1", 5.0)
-    for number in range(12):
-        told.record(record(number))
-    assert told.dropped == 2
-    await Reporter(told, View(), Evidence(View()), client).flush()
-    assert (told.written, told.dropped) == (0, 12)
+    reporter = Reporter(told, View(), Evidence(View()), client)
+    try:
+        told.record(record(0))
+        await reporter.flush()
+        await asyncio.to_thread(server.stop)
+        for number in range(1, 13):
+            told.record(record(number))
+        await reporter.flush()
+        assert (told.written, told.dropped) == (1, 2)
+        await asyncio.to_thread(server.start)
+        control = redis.Redis.from_url(server.url)
+        control.config_set("maxmemory", "1")
+        await until_flushed(reporter, lambda: False, 0.5)
+        assert (told.written, told.dropped) == (1, 2)
+        control.config_set("maxmemory", "0")
+        await until_flushed(reporter, lambda: told.written == 11)
+        found = [decode(fields[b"r"], RequestRecord).id for _, fields in control.xrange(REQUESTS_STREAM)]
+        assert found[-10:] == [str(number) for number in range(1, 11)]
+        assert told.dropped == 2
+        told.record(record(13))
+        await asyncio.to_thread(server.stop)
+        await reporter.end()
+        assert told.dropped == 3, "nothing is lost unsaid"
+    finally:
+        await client.aclose()
+        await asyncio.to_thread(server.stop)
+
+
+async def until_flushed(reporter: Reporter, done: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Flush again and again, until it is done or the time has passed."""
+    end = monotonic() + seconds
+    while not done() and monotonic() < end:
+        await reporter.flush()
+        await asyncio.sleep(0.05)
+
+
+async def test_records_that_are_lost_on_their_way_are_counted(redis_url: str) -> None:
+    client = listeners.connect(redis_url)
+    control = redis.Redis.from_url(redis_url)
+    told = Telemetry("r1", 5.0)
+    told.record(record(0))
+    control.client_pause(60_000, all=False)  # it answers, and writes nothing
+    try:
+        flushing = asyncio.create_task(Reporter(told, View(), Evidence(View()), client).flush())
+        await until(lambda: not told.waiting)
+        flushing.cancel()
+        await asyncio.wait([flushing])
+        assert (told.written, told.dropped) == (0, 1)
+    finally:
+        control.client_unpause()
+        await client.aclose()
     await Reporter(told, View(), Evidence(View()), client).report()
     await client.aclose()
 
