@@ -19,7 +19,7 @@ CYCLE = 1_024
 _pack = msgspec.msgpack.encode
 
 
-def _stored(hashes: list[int], parent: int | None, tokens: Sequence[int]) -> msgspec.Raw:
+def stored(hashes: list[int], parent: int | None, tokens: Sequence[int]) -> msgspec.Raw:
     return msgspec.Raw(
         _pack(
             {
@@ -37,6 +37,11 @@ def _stored(hashes: list[int], parent: int | None, tokens: Sequence[int]) -> msg
             }
         )
     )
+
+
+def batch(events: Sequence[msgspec.Raw]) -> bytes:
+    """As one step of an engine publishes them."""
+    return _pack([time.time(), events, 0])
 
 
 class Publisher:
@@ -59,14 +64,14 @@ class Publisher:
             hashes = [draw.getrandbits(63)]
             tokens = [draw.randrange(150_000) for _ in range(BLOCK)]
             removed = _pack({"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU", "group_idx": 0})
-            self._answers.append((_stored(hashes, None, tokens), msgspec.Raw(removed)))
+            self._answers.append((stored(hashes, None, tokens), msgspec.Raw(removed)))
         self._count = 0
         for tokens in holds:
             whole = len(tokens) // BLOCK * BLOCK
             hashes = [draw.getrandbits(63) for _ in range(whole // BLOCK)]
-            self._pending.append(_stored(hashes, None, tokens[:whole]))
+            self._pending.append(stored(hashes, None, tokens[:whole]))
 
-    def answered(self) -> None:
+    def wrote_block(self) -> None:
         """One block of an answer more is stored, and an old one removed."""
         count = self._count
         self._pending.append(self._answers[count % (2 * CYCLE)][0])
@@ -81,7 +86,7 @@ class Publisher:
 
     def _flush(self) -> None:
         if self._pending:
-            payload = _pack([time.time(), self._pending, 0])
+            payload = batch(self._pending)
             self._pending = []
             self._pub.send_multipart((b"kv", len(self._batches).to_bytes(8, "big"), payload))
             self._batches.append(payload)

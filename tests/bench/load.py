@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import NamedTuple, cast
 
@@ -98,10 +98,12 @@ class _Client(asyncio.Protocol):
 
 
 class _Run:
-    def __init__(self, port: int, body: Body, number: Iterator[int], key: str, connections: int, stream: bool) -> None:
+    def __init__(
+        self, ports: Sequence[int], body: Body, number: Iterator[int], key: str, connections: int, stream: bool
+    ) -> None:
         self._body = body
         self._number = number
-        probe = request(port, body.whole(next(number)), key)
+        probe = request(ports[0], body.whole(next(number)), key)
         self._head = probe[: probe.index(b"\r\n\r\n") + 4]
         self.left = 0
         self.until = 0.0
@@ -122,24 +124,33 @@ class _Run:
             self.over.set()
 
 
-async def _run(run: _Run, port: int, connections: int) -> Load:
+async def _run(run: _Run, ports: Sequence[int], connections: int) -> Load:
     loop = asyncio.get_running_loop()
     began = perf_counter()
-    for _ in range(connections):
-        await loop.create_connection(lambda: _Client(run), "127.0.0.1", port)
+    for number in range(connections):
+        await loop.create_connection(lambda: _Client(run), "127.0.0.1", ports[number % len(ports)])
     async with asyncio.timeout(SECONDS_FOR_ALL):
         await run.over.wait()
     took = perf_counter() - began
     times = sorted(run.latencies) or [0.0]
     if run.errors:
-        print(f"{run.errors} errors at port {port}: {run.said.decode(errors='replace')}")
+        print(f"{run.errors} errors at port {ports[0]}: {run.said.decode(errors='replace')}")
     return Load(run.done, took, run.errors, times[len(times) // 2] * 1e3, times[int(len(times) * 0.99)] * 1e3)
 
 
 def run(
-    port: int, body: Body, number: Iterator[int], *, seconds: float, most: int, connections: int, stream: bool, key: str
+    ports: Sequence[int],
+    body: Body,
+    number: Iterator[int],
+    *,
+    seconds: float,
+    most: int,
+    connections: int,
+    stream: bool,
+    key: str,
 ) -> Load:
-    """Send requests for `seconds`, one at least and `most` at most, and wait for all replies. `number`: makes each body new."""
-    made = _Run(port, body, number, key, connections, stream)
+    """Send requests for `seconds`, one at least and `most` at most, and wait for all replies. `number`: makes each body new.
+    Connections go to the ports by turns. Raises `OSError`, `TimeoutError` among them, when nobody answers."""
+    made = _Run(ports, body, number, key, connections, stream)
     made.left, made.until = most, perf_counter() + seconds
-    return uvloop.run(_run(made, port, connections))
+    return uvloop.run(_run(made, ports, connections))

@@ -18,7 +18,7 @@ from frontend_api.kv.index import Index, chain
 from frontend_api.routing.choice import choose
 from frontend_api.routing.view import Deployment, Engine
 from frontend_api.tokens.tokenizer import Slow, Tokenizer
-from tests.bench import model
+from tests.bench import events, model
 
 BLOCK = 16
 RUN = 32
@@ -38,18 +38,20 @@ def best(work: Callable[[], object], *, tries: int, clock: Callable[[], float] =
 
 
 def _fill(blocks: int, seed: int) -> float:
-    """Blocks per CPU second that events bring into the index."""
+    """Blocks per CPU second that events bring into the index, from the bytes of their batches on."""
     draw = random.Random(seed)
-    index = Index()
-    holder = index.add_holder()
-    events = []
+    _, cache = _following(1)
+    ((rank,),) = cache.ranks.values()
+    batches = []
     for _ in range(blocks // RUN):
         tokens = [draw.randrange(150_000) for _ in range(RUN * BLOCK)]
-        events.append(([draw.getrandbits(64) for _ in range(RUN)], tokens))
+        batches.append(events.batch([events.stored([draw.getrandbits(64) for _ in range(RUN)], None, tokens)]))
     began = process_time()
-    for hashes, tokens in events:
-        index.stored(holder, hashes, None, tokens, BLOCK)
-    return index.entries / (process_time() - began)
+    for sequence, batch in enumerate(batches):
+        rank.live(sequence, batch, 0.0)
+    took = process_time() - began
+    assert cache.index.entries == blocks // RUN * RUN
+    return cache.index.entries / took
 
 
 def _weight(blocks: int, engines: int) -> float:
@@ -67,24 +69,30 @@ def _weight(blocks: int, engines: int) -> float:
     return size / index.entries
 
 
-def _choice() -> dict[str, float]:
-    """Microseconds of one choice among 64 aggregated engines that have 0 to 100 of the prompt's 100 blocks: its hashes, what
-    the index knows of them, and costs and choice; and all of it."""
+def _following(engines: int) -> tuple[Deployment, Cache]:
+    """A deployment of aggregated engines, and what is known of their KV: nothing yet."""
     specs = tuple(
         SnapshotEngine(
             id=f"a{n}", name=f"a{n}", attempt=1, role=Role.AGGREGATED, url=f"http://e:{n + 1}",
             events=f"tcp://e:{n + 1}", block_size=BLOCK,
         )
-        for n in range(ENGINES)
+        for n in range(engines)
     )  # fmt: skip
     entry = SnapshotDeployment(name="m", served_name="m", routing=RoutingPolicy(mode=RoutingMode.KV), engines=specs)
     deployment = Deployment(entry, tuple(map(Engine, specs)))
     cache = Cache(deployment)
     cache.keep_up(deployment, 0.0)
+    return deployment, cache
+
+
+def _choice() -> dict[str, float]:
+    """Microseconds of one choice among 64 aggregated engines that have 0 to 100 of the prompt's 100 blocks: its hashes, what
+    the index knows of them, and costs and choice; and all of it."""
+    deployment, cache = _following(ENGINES)
     tokens = array("I", range(PROMPT_BLOCKS * BLOCK))
     for number, (rank,) in enumerate(cache.ranks.values()):
         have = number * PROMPT_BLOCKS // (ENGINES - 1)
-        cache.index.stored(rank.contents.holder, range(have), None, tokens[: have * BLOCK], BLOCK)
+        rank.live(0, events.batch([events.stored(list(range(have)), None, tokens[: have * BLOCK])]), 0.0)
     hashes = chain(tokens, BLOCK)
     prompt = cache.prompt(tokens, None)
     assert len(prompt.overlap) == ENGINES - 1

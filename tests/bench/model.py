@@ -86,7 +86,9 @@ class Warmth(StrEnum):
     """What of a prompt was seen before."""
 
     HOT = "hot"
-    """All of it: the same prompt again and again."""
+    """All of it: the same bytes again and again."""
+    WARM = "warm"
+    """Its whole prompt, in a body that is new."""
     SHARED = "shared"
     """Its system prompt, three quarters of it; the rest is new with each request."""
     COLD = "cold"
@@ -108,11 +110,11 @@ def body(size: int, warmth: Warmth, *, stream: bool) -> Body:
     """A body of `size` bytes."""
     place = "@" * 9
 
-    def made(*contents: str) -> bytes:
+    def made(*contents: str, seed: str = "1" * 9) -> bytes:
         roles = ("system", "user")[-len(contents) :]
         messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
         fields = {"model": "m", "messages": messages, "max_tokens": 32 if stream else 16, "stream": stream}
-        return json.dumps(fields, separators=(",", ":")).encode()
+        return json.dumps(fields, separators=(",", ":"))[:-1].encode() + b',"seed":%b}' % seed.encode()
 
     if warmth is Warmth.COLD:
         before, after = made(place + text(size - len(made(place)), 3)).split(place.encode())
@@ -121,6 +123,9 @@ def body(size: int, warmth: Warmth, *, stream: bool) -> Body:
     known, new = left * 3 // 4, left - left * 3 // 4
     if warmth is Warmth.HOT:
         return Body(b"", made(text(known, 1), text(new, 2)))
+    if warmth is Warmth.WARM:
+        before, after = made(text(known, 1), text(new, 2), seed=place).split(place.encode())
+        return Body(before, after)
     before, after = made(text(known, 1), place + text(new - len(place), 2)).split(place.encode())
     return Body(before, after)
 

@@ -95,7 +95,7 @@ _CPU_CLOCK = 2
 
 
 class Usage:
-    """CPU and memory of a process and its descendants."""
+    """CPU and memory of a process and its descendants. Raises `OSError` once one of them has ended."""
 
     def __init__(self, pid: int) -> None:
         root = psutil.Process(pid)

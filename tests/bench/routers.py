@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -40,6 +41,7 @@ from tests.conftest import RedisServer, free_port
 KEY = "tdm-bench"
 START_SECONDS = 30.0
 ENGINES = 2
+PEER_MISSING = "not installed: python -m tests.bench.peers"
 
 
 class Engine(NamedTuple):
@@ -141,6 +143,7 @@ def _tandem(
             return told is not None and (policy.mode is not RoutingMode.KV or told.get("x-tandem-state") == "exact")
 
         await_true(ready, seconds=START_SECONDS, process=process, log=log, what=f"{name} is not ready")
+        known = _stored(port)
         yield Router(name, port, process.pid)
         told = _explained(port)
         assert told is not None
@@ -148,6 +151,9 @@ def _tandem(
             raise SystemExit(f"{name} did not do what is said of it: {told}")
         if policy.mode is RoutingMode.KV and told["x-tandem-reason"] != "overlap":
             raise SystemExit(f"{name} did not choose by its index: {told}")
+        if policy.mode is RoutingMode.KV:
+            what = f"{name} has heard of no answer's KV"
+            await_true(lambda: _stored(port) > known, seconds=10, process=process, log=log, what=what)
         await_true(
             lambda: bool(client.exists(REQUESTS_STREAM)),
             seconds=10,
@@ -166,6 +172,12 @@ def _explained(port: int) -> httpx.Headers | None:
     except httpx.HTTPError:
         return None
     return reply.headers if reply.status_code == 200 else None
+
+
+def _stored(port: int) -> int:
+    """KV blocks that the engines have told the router of so far."""
+    told = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10).text
+    return sum(map(int, re.findall(r'^tandem_router_kv_events_total{.*kind="stored".*} (\d+)$', told, re.MULTILINE)))
 
 
 def tandem_least_load(bench: Bench) -> AbstractContextManager[Router]:
@@ -218,7 +230,7 @@ def _vllm_router(policy: str) -> Starter:
     def start(bench: Bench) -> Iterator[Router]:
         python = peers.python("vllm-router")
         if python is None:
-            raise NotStarted("not installed")
+            raise NotStarted(PEER_MISSING)
         port, metrics = free_port(), free_port()
         engines = bench.plain
         more: list[str] = []
@@ -252,7 +264,7 @@ def dynamo(bench: Bench) -> Iterator[Router]:
     """Its frontend in kv mode, before mock engines of its own: it speaks to no others without an engine's runtime."""
     python = peers.python("dynamo")
     if python is None:
-        raise NotStarted("not installed")
+        raise NotStarted(PEER_MISSING)
     port = free_port()
     folder = bench.folder / "dynamo"
     folder.mkdir()

@@ -1,8 +1,8 @@
 """What routers cost on one core, ours and those installed beside it.
 
 All get the same load and the same stub engines, one after the other in rounds, so that what else the machine does hits all
-alike; figures are medians over the rounds. CPU is what the scheduler says the router's processes ran
-(/proc/PID/task/*/schedstat). The router has a core to itself; load generator and engines run on the others.
+alike; figures are medians over the rounds. CPU is what the scheduler says the router's processes ran. The router has a core to
+itself; load generator and engines run on the others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import platform
 import shutil
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -48,8 +50,8 @@ class Ask(NamedTuple):
         return CONNECTIONS if self.size < 100_000 else 8
 
 
-UNARY = Ask(1_200, Warmth.HOT)
-STREAM = Ask(1_200, Warmth.HOT, True)
+UNARY = Ask(1_200, Warmth.WARM)
+STREAM = Ask(1_200, Warmth.WARM, True)
 OTHERS = (
     Ask(200, Warmth.HOT),
     *(Ask(size, warmth) for size in (1_200, 16_000, 128_000) for warmth in Warmth if (size, warmth) != UNARY[:2]),
@@ -82,13 +84,18 @@ class Measurements:
     def __init__(self) -> None:
         self._found: dict[tuple[str, ...], list[float]] = {}
         self.errors: dict[str, int] = {}
+        self.failed: dict[str, str] = {}
+        """Why a peer fell out."""
+        self.left_out: list[str] = []
+        """Kinds of request that there was no time for."""
 
     def add(self, value: float, *where: str) -> None:
         self._found.setdefault(where, []).append(value)
 
-    def of(self, *where: str) -> float | None:
-        values = self._found.get(where)
-        return median(values) if values else None
+    def fell_out(self, router: str, why: str) -> None:
+        """Nothing that was measured of it counts."""
+        self.failed[router] = why
+        self._found = {where: values for where, values in self._found.items() if where[0] != router}
 
     def tree(self) -> dict[str, object]:
         """Medians, nested by their names."""
@@ -105,7 +112,7 @@ class Run:
     def __init__(self, plan: Plan, up: list[Router], bench: Bench) -> None:
         self._plan = plan
         self._up = up
-        self._direct = int(bench.plain[0].url.rpartition(":")[2])
+        self._direct = [int(engine.url.rpartition(":")[2]) for engine in bench.plain]
         self._number = numbers()
         self._began = time.monotonic()
         self.found = Measurements()
@@ -114,21 +121,37 @@ class Run:
         plan = self._plan
         for _ in range(plan.rounds):
             for ask in (UNARY, STREAM):
-                for router in self._up:
-                    self._cpu(router, ask, plan.main)
-            self._latency()
+                self._each(partial(self._cpu, ask=ask, seconds=plan.main))
+            for connections in LATENCY_AT:
+                direct = self._latency("direct", self._direct, connections)
+                self.found.add(direct.rate, "direct", "per_second", f"{connections} connections")
+                self._each(partial(self._added, connections=connections, direct=direct))
         for _ in range(plan.other_rounds):
             for ask in OTHERS:
                 if time.monotonic() - self._began < LONGEST:
-                    for router in self._up:
-                        self._cpu(router, ask, plan.others)
-        for router in self._up:
-            self.found.add(Usage(router.pid).memory_mib(), router.name, "memory_mib")
+                    self._each(partial(self._cpu, ask=ask, seconds=plan.others))
+                else:
+                    self.found.left_out.append(ask.name)
+        self._each(lambda router: self.found.add(Usage(router.pid).memory_mib(), router.name, "memory_mib"))
         return self.found
 
-    def _load(self, name: str, port: int, ask: Ask, seconds: float, connections: int, most: int = MOST) -> load.Load:
+    def _each(self, measure: Callable[[Router], None]) -> None:
+        """All that run, by turns; a peer that no longer does falls out."""
+        for router in tuple(self._up):
+            try:
+                measure(router)
+            except OSError as error:
+                why = f"it stopped answering: {error or type(error).__name__}"
+                if router.name in routers.OURS:
+                    raise SystemExit(f"{router.name}: {why}") from error
+                self._up.remove(router)
+                self.found.fell_out(router.name, why)
+
+    def _load(
+        self, name: str, ports: Sequence[int], ask: Ask, seconds: float, connections: int, most: int = MOST
+    ) -> load.Load:
         result = load.run(
-            port,
+            ports,
             body(ask.size, ask.warmth, stream=ask.stream),
             self._number,
             seconds=seconds,
@@ -142,33 +165,30 @@ class Run:
         return result
 
     def _cpu(self, router: Router, ask: Ask, seconds: float) -> None:
-        self._load(router.name, router.port, ask, seconds / 10, ask.connections, most=2 * ask.connections)
+        self._load(router.name, [router.port], ask, seconds / 10, ask.connections, most=2 * ask.connections)
         usage = Usage(router.pid)
         before = usage.cpu_seconds()
-        result = self._load(router.name, router.port, ask, seconds, ask.connections)
-        cost = (usage.cpu_seconds() - before) / max(result.requests, 1) * 1e6
-        self.found.add(cost, router.name, "cpu_us", ask.name)
+        result = self._load(router.name, [router.port], ask, seconds, ask.connections)
+        ran = usage.cpu_seconds() - before
+        self.found.add(ran / max(result.requests, 1) * 1e6, router.name, "cpu_us", ask.name)
         if not ask.stream:
             self.found.add(result.rate, router.name, "per_second", ask.name)
+            self.found.add(ran / result.seconds, router.name, "core_used", ask.name)
 
-    def _latency(self) -> None:
+    def _latency(self, name: str, ports: Sequence[int], connections: int) -> load.Load:
+        self._load(name, ports, UNARY, 0.02, connections, most=2 * connections)
+        result = self._load(name, ports, UNARY, self._plan.latency, connections)
+        self.found.add(result.p50_ms, name, "p50_ms", str(connections))
+        self.found.add(result.p99_ms, name, "p99_ms", str(connections))
+        return result
+
+    def _added(self, router: Router, connections: int, direct: load.Load) -> None:
         """Over direct, in the same round."""
-        ports = {"direct": self._direct, **{router.name: router.port for router in self._up}}
-        for connections in LATENCY_AT:
-            direct: load.Load | None = None
-            for name, port in ports.items():
-                self._load(name, port, UNARY, 0.02, connections, most=2 * connections)
-                result = self._load(name, port, UNARY, self._plan.latency, connections)
-                if direct is None:
-                    direct = result
-                    self.found.add(result.rate, name, "per_second", f"{connections} connections")
-                at = str(connections)
-                self.found.add(result.p50_ms, name, "p50_ms", at)
-                self.found.add(result.p99_ms, name, "p99_ms", at)
-                self.found.add(result.p50_ms - direct.p50_ms, name, "added_p50_ms", at)
-                self.found.add(result.p99_ms - direct.p99_ms, name, "added_p99_ms", at)
-                if connections == 1 and name == "tandem two legs":  # the stub takes as long for either leg
-                    self.found.add(result.p50_ms - 2 * direct.p50_ms, name, "added_by_two_legs_ms")
+        result = self._latency(router.name, [router.port], connections)
+        self.found.add(result.p50_ms - direct.p50_ms, router.name, "added_p50_ms", str(connections))
+        self.found.add(result.p99_ms - direct.p99_ms, router.name, "added_p99_ms", str(connections))
+        if connections == 1 and router.name == "tandem two legs":  # the stub takes as long for either leg
+            self.found.add(result.p50_ms - 2 * direct.p50_ms, router.name, "added_by_two_legs_ms")
 
 
 def machine() -> str:
@@ -178,7 +198,8 @@ def machine() -> str:
         if line.startswith("model name"):
             cpu = line.partition(":")[2].strip()
             break
-    return f"{os.cpu_count()} cores of {cpu}, Linux, Python {platform.python_version()}"
+    cores = len(os.sched_getaffinity(0))
+    return f"{cores} core{'s' if cores > 1 else ''} of {cpu}, Linux, Python {platform.python_version()}"
 
 
 def measured(plan: Plan, only: frozenset[str], *, compiled: bool) -> dict[str, object]:
@@ -186,6 +207,8 @@ def measured(plan: Plan, only: frozenset[str], *, compiled: bool) -> dict[str, o
     routers.environment()
     began = time.monotonic()
     cores = Cores.shared_out()
+    said = machine()
+    os.sched_setaffinity(0, cores.others)
     missing: dict[str, str] = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-bench-")))
@@ -202,10 +225,10 @@ def measured(plan: Plan, only: frozenset[str], *, compiled: bool) -> dict[str, o
                 if name in routers.OURS:
                     raise
                 missing[name] = str(error)
-        os.sched_setaffinity(0, cores.others)
         found = Run(plan, up, bench).all()
     return {
-        "machine": machine(),
+        "machine": said,
+        "own_core": not cores.router & cores.others,
         "compiled": compiled,
         "date": time.strftime("%Y-%m-%d"),
         "connections": CONNECTIONS,
@@ -213,7 +236,8 @@ def measured(plan: Plan, only: frozenset[str], *, compiled: bool) -> dict[str, o
         "load_average": round(os.getloadavg()[1], 1),
         "routers": found.tree(),
         "errors": found.errors,
-        "missing": missing,
+        "missing": missing | found.failed,
+        "left_out": found.left_out,
         "micro": micro.measured(brief=plan is not DEFAULT),
     }
 
@@ -227,6 +251,11 @@ def main(*, compiled: bool) -> None:
     parser.add_argument("--only", action="append", default=[], metavar="ROUTER", help="these alone (may be repeated)")
     given = parser.parse_args()
     plan = SMOKE if given.smoke else QUICK if given.quick else DEFAULT
+    if given.out:
+        try:
+            given.out.touch()
+        except OSError as error:
+            parser.error(f"--out {given.out}: {error.strerror}")
     figures = measured(plan, frozenset(given.only), compiled=compiled)
     if given.out:
         given.out.write_text(json.dumps(figures, indent=2) + "\n")

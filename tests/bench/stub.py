@@ -1,10 +1,10 @@
 """A stub engine: answers are baked before the first request, so that it costs as little as Python can.
 
-`python -m tests.bench.stub PORT [--events PORT --replay PORT --holds FILE --model FOLDER]`. It sees only whether a body asks for prefill or
-for a stream. With `--events` it publishes KV events as vLLM does: what FILE says it holds (from the start on, and to whoever
-asks for a replay), and for each request a block per 16 tokens of its answer, gathered as an engine's step gathers them. Routers that let
-the engine tokenise each prompt (`…/render`) get the ids of that prompt in FILE which is as long as theirs; `/tokenize`, which
-routers ask now and then, answers truly.
+`python -m tests.bench.stub PORT [--events PORT --replay PORT --holds FILE --model FOLDER]`. It sees only whether a body asks
+for prefill or for a stream. With `--events` it publishes KV events as vLLM does: what FILE says it holds (from the start on,
+and to whoever asks for a replay), and a block for every 16 tokens of its answers, gathered as an engine's step gathers them.
+Routers that let the engine tokenise each prompt (`…/render`) get the ids of that prompt in FILE which is as long as theirs;
+`/tokenize`, which routers ask now and then, answers truly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import cast
 
 import uvloop
 
-from tests.bench.events import Publisher
+from tests.bench.events import BLOCK, Publisher
 
 CHUNKS = 33
 CHUNK_SECONDS = 0.002
@@ -158,11 +158,19 @@ class Stub(asyncio.Protocol):
             self._stream(COUNTED if b'"include_usage":true' in tail else STREAM, 0)
         else:
             self._transport.write(UNARY)
+            self._wrote_block()
 
     def _stream(self, pieces: list[bytes], index: int) -> None:
         self._transport.write(pieces[index])
+        if index % BLOCK == BLOCK - 1:
+            self._wrote_block()
         if index + 1 < len(pieces):
             asyncio.get_running_loop().call_later(CHUNK_SECONDS, self._stream, pieces, index + 1)
+
+    def _wrote_block(self) -> None:
+        """The answer has filled one more block of KV."""
+        if self._publisher is not None:
+            self._publisher.wrote_block()
 
 
 async def main(port: int, renders: Renders, publisher: Publisher | None) -> None:
