@@ -110,6 +110,8 @@ def options(arguments: argparse.Namespace, settings: config.Config) -> Options:
     elif arguments.model:
         if not arguments.no_auth:
             raise InvalidInput("Engines given by URL come without keys: add --no-auth.", field="no_auth")
+        if arguments.tokenizer and not arguments.tokenizer.is_dir():
+            raise InvalidInput(f"--tokenizer {arguments.tokenizer}: there is no such folder.", field="tokenizer")
         fleet = standalone.from_urls(
             arguments.model,
             prefill=arguments.prefill,

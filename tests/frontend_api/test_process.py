@@ -553,6 +553,15 @@ def test_every_field_of_the_policy_is_an_option(tmp_path: Path) -> None:
     )
 
 
+def test_a_tokenizer_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    engines = ["--no-auth", "--model", "m", "--aggregated", "http://a:1", "--tokenizer", str(tmp_path / "model")]
+    settings = config.load({"TANDEM_HOME": str(tmp_path)})
+    with pytest.raises(InvalidInput, match="model: there is no such folder"):
+        options(parser().parse_args(engines), settings)
+    (tmp_path / "model").mkdir()
+    options(parser().parse_args(engines), settings)
+
+
 def test_a_policy_in_a_fleet_file_is_checked(tmp_path: Path) -> None:
     file = tmp_path / "fleet.json"
     file.write_bytes(fleet("http://127.0.0.1:1").replace(b'"routing":{}', b'"routing":{"queue_seconds":-1}'))
