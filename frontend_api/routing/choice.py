@@ -277,11 +277,10 @@ def _pair_by_cost(
     if broken and pair is None:
         return None
     if not held and policy.local_below_tokens:
-        small = [engine for engine in answering if prompt.lacking(engine) < policy.local_below_tokens]
-        if small:
-            local = _weighed(small, Part.ALONE, prompt)
-            at, _ = _pick(local, asked)
-            return Choice(None, small[at], Reason.LOCAL_BELOW_THRESHOLD, False, (read, fetch, local))
+        alone = _weighed(answering, Part.ALONE, prompt)
+        at, _ = _pick(alone, asked)
+        if prompt.lacking(answering[at]) < policy.local_below_tokens:
+            return Choice(None, answering[at], Reason.LOCAL_BELOW_THRESHOLD, False, (read, fetch, alone))
     weighed: tuple[Weighed, ...] = (read, fetch)
     if not held and policy.disaggregate is Disaggregate.AUTO:
         local = Weighed(answering, Part.LOCAL, rows, prompt)

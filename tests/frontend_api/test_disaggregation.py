@@ -96,6 +96,18 @@ def test_without_tokens_what_can_be_disaggregated_is_and_costs_are_told_to_those
     ]
 
 
+def test_below_the_threshold_too_load_wins_before_the_engine_of_a_hot_prefix_drowns() -> None:
+    deployment = fleet("p0", "d0", "d1", "d2", policy=SMALL_ALWAYS)
+    for _ in range(90):
+        prompt = asked(deployment, 5_200, d0=5_000)
+        choice = choose(deployment, now=0.0, prompt=prompt)
+        assert choice.decode is not None
+        carrying(choice.decode, 0 if choice.prefill else prompt.lacking(choice.decode)).__enter__()
+    loads = [engine.in_flight for engine in deployment.decode]
+    assert min(loads) > 20
+    assert max(loads) < 40
+
+
 def test_who_holds_the_kv_already_is_not_asked_again() -> None:
     """Decode broke after prefill: nothing is computed anew because that would be cheaper."""
     deployment = fleet("p0", "d0", "d1", policy=SMALL)
