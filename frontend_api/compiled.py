@@ -23,7 +23,7 @@ MODULES = (
     "exchange", "flow", "gate", "legs",
     "formats.openai", "formats.sse",
     "http.heads", "http.outbox", "http.reading", "http.server", "http.upstream",
-    "kv.blocks", "kv.contents", "kv.debt", "kv.evidence", "kv.index", "kv.names", "kv.predict", "kv.sequence",
+    "kv.blocks", "kv.chains", "kv.contents", "kv.debt", "kv.evidence", "kv.index", "kv.names", "kv.predict", "kv.sequence",
     "limits.answers", "limits.reserve", "limits.use", "limits.windows",
     "observe.account",
     "routing.choice", "routing.costs", "routing.gossip", "routing.loads", "routing.rates", "routing.reason", "routing.view",

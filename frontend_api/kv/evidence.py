@@ -14,9 +14,10 @@ from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from controlplane.fleet.wire import RoutingMode
+from frontend_api.kv.chains import Chains
 from frontend_api.kv.contents import Contents
 from frontend_api.kv.debt import Debt
-from frontend_api.kv.index import LIMIT, Holder, Index, Sent, chain
+from frontend_api.kv.index import LIMIT, Holder, Index, Sent
 from frontend_api.kv.knowledge import Knowledge, Trouble
 from frontend_api.kv.predict import Predicted
 from frontend_api.kv.sequence import Rank
@@ -152,6 +153,7 @@ class Cache:
         """`limit`: of its index."""
         self.name = deployment.name
         self.index = Index(limit)
+        self._chains = Chains()
         self.tokens: TokenSource | None = None
         self.folder = ""
         self.tokenizer_key = ""
@@ -267,16 +269,17 @@ class Cache:
         hashes: dict[int, list[int]] = {}
         index = self.index
         for size in tuple(index.block_sizes):
-            own = hashes[size] = chain(tokens, size, salt=salt)
+            own = hashes[size] = self._chains.of(tokens, size, salt)
             if found := index.match(own):
-                get = found.get
                 if overlap or self._several:
                     for engine, holder in self._holding:
-                        tokens_held = get(holder.bit, 0) * size
+                        tokens_held = found.get(holder.bit, 0) * size
                         if tokens_held > overlap.get(engine, 0):
                             overlap[engine] = tokens_held
                 else:  # the same, faster
-                    overlap = {engine: blocks * size for engine, holder in self._holding if (blocks := get(holder.bit))}
+                    overlap = {
+                        engine: blocks * size for engine, holder in self._holding if (blocks := found.get(holder.bit))
+                    }
         evident = overlap
         for engine in self.predicted.engines:
             if not self._may_predict(engine):
