@@ -73,7 +73,8 @@ def build(cache: Path) -> Path:
 def _check() -> None:
     compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
     if shutil.which(compiler) is None:
-        raise Impossible(f"There is no C compiler: install {compiler}.")
+        package = "gcc" if compiler.endswith("-gcc") else compiler  # no package is named as Debian's Python names it
+        raise Impossible(f"There is no C compiler: install {package}.")
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
         version = ".".join(map(str, sys.version_info[:2]))
         raise Impossible(f"The header files of this Python are missing: install python{version}-dev.")

@@ -186,6 +186,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     [
         ({"PATH": "/nowhere"}, "There is no C compiler: install "),
         ({"CC": "nocc -x"}, "There is no C compiler: install nocc."),
+        ({"CC": "no-linux-gnu-gcc -x"}, "There is no C compiler: install gcc."),
         ({"TANDEM_CACHE": "/dev/null"}, "Not a directory: /dev/null/router"),
     ],
 )
