@@ -82,6 +82,8 @@ class Router:
         if request.digest:  # one with this very head was let in before
             return self._check_key(request)
         path = request.path
+        if path.endswith(b"/"):  # engines send such clients on to the path without it
+            path = request.path = path[:-1] or path
         if path in _ENDPOINTS:
             if request.method != b"POST":
                 return Problem(405, "method_not_allowed", "Use POST here.")
@@ -123,7 +125,11 @@ class Router:
     def refused(self, request: Request, problem: Problem, connection: ClientConnection) -> None:
         self.telemetry.count_refused(problem.status)
         endpoint = _ENDPOINTS.get(request.path)
-        extra = b"www-authenticate: Bearer\r\n" if problem.status == 401 else b""
+        extra = b""
+        if problem.status == 401:
+            extra = b"www-authenticate: Bearer\r\n"
+        elif problem.status == 405:
+            extra = b"allow: POST\r\n" if endpoint else b"allow: GET, HEAD\r\n"
         shape = endpoint.shape if endpoint else Shape.PLAIN
         self.reply_problem(connection, problem, shape, _request_id(request), extra)
 

@@ -16,6 +16,11 @@ from controlplane.fleet.wire import SnapshotKey
 from frontend_api.formats.openai import Problem
 from frontend_api.http.heads import Head, head_of
 
+PIECE = 4 << 10
+"""Bytes that are read at once, where they may be many requests: one read of a socket brings thousands of small ones."""
+MOST_FIELDS = 256
+"""Different headers of a request: small ones take many times the room that their bytes do."""
+
 
 class Limits(NamedTuple):
     """Sizes in bytes, times in seconds."""
@@ -82,6 +87,8 @@ class RequestReader:
         self._parser: Any = httptools.HttpRequestParser(self)
         self.requests: deque[Request] = deque()
         """Whole requests that nobody has taken yet."""
+        self.unread: bytes | memoryview = b""
+        """Fed, and not read yet: enough was read ahead."""
         self.broken: Problem | None = None
         self.in_message = False
         self.in_head = False
@@ -109,7 +116,7 @@ class RequestReader:
         """Of the last whole request, if it may come again."""
 
     def feed(self, data: bytes) -> None:
-        """Read on. Whole requests are in `requests` afterwards; the next cannot be read once `broken` is set."""
+        """Take further bytes. Whole requests are in `requests` afterwards; the next cannot be read once `broken` is set."""
         begins = not self.in_message
         if begins and self._known is not None:
             body = self._known.body_in(data)
@@ -121,11 +128,24 @@ class RequestReader:
                 request.received_at = perf_counter()
                 self.requests.append(request)
                 return
-        self._parse(data)
-        if begins and self._messages == 1 and not self.in_message and self.broken is None:
+        if len(data) <= PIECE:
+            self._parse(data)
+        else:
+            self.unread = memoryview(data)
+            self.read_on()
+        if begins and self._messages == 1 and not self.in_message and self.broken is None and not self.unread:
             self._known = head_of(data, self._length, b"POST ") if _is_usual(self._request) else None
 
-    def _parse(self, data: bytes) -> None:
+    def read_on(self) -> None:
+        """Read what is unread, until enough is read ahead."""
+        while self.unread and self.broken is None and not self._ahead:
+            data = self.unread
+            body = self._length - self._body_bytes if self.in_message and not self.in_head else 0
+            size = len(data) if len(data) <= body else PIECE
+            self.unread = data[size:]
+            self._parse(data[:size])
+
+    def _parse(self, data: bytes | memoryview) -> None:
         self._piece = len(data)
         self._messages = int(self.in_message)
         carried = self._body_bytes if self.in_message and not self.in_head else -1
@@ -167,9 +187,21 @@ class RequestReader:
         return now - last_read > limits.body_seconds or self._body_bytes < due
 
     @property
+    def waits(self) -> bool:
+        """Something is to be done before the client sends more."""
+        return bool(self.requests or self.unread) or self.broken is not None or self.wants_continue
+
+    @property
     def full(self) -> bool:
-        """Enough was read ahead: nothing more should be fed until a request was taken."""
+        """Nothing more should be fed until a request was taken."""
+        return bool(self.unread) or self._ahead
+
+    @property
+    def _ahead(self) -> bool:
+        """Enough was read ahead."""
         limits, waiting = self._limits, self.requests
+        if not waiting:
+            return False
         return len(waiting) >= limits.pipelined or sum(len(request.body) for request in waiting) > limits.body_bytes
 
     def close(self) -> None:
@@ -177,6 +209,7 @@ class RequestReader:
         the collector comes by, which it does for the number of objects and not for their size."""
         self._parser = None
         self.requests.clear()
+        self.unread = b""
         self._body = []
         self._request = Request()
         self._known = None
@@ -207,6 +240,8 @@ class RequestReader:
         limit = self._limits.head_bytes
         if size > limit:
             self._break(431, "header_too_large", f"The request's head is longer than {limit} bytes.")
+        elif len(self._headers) > MOST_FIELDS:
+            self._break(431, "header_too_large", f"The request's head has more than {MOST_FIELDS} headers.")
 
     # ---- httptools
 
@@ -243,7 +278,9 @@ class RequestReader:
         request = self._request
         parser = self._parser
         headers = request.headers
-        if self._fed + self._piece > self._limits.head_bytes:  # a part of it may be body: look closer
+        if (
+            self._fed + self._piece > self._limits.head_bytes or len(headers) > MOST_FIELDS
+        ):  # a part may be body: look closer
             self._check_head(len(self._target) + sum(len(name) + len(value) + 4 for name, value in headers.items()))
         self._fed = 0
         request.method = parser.get_method()
@@ -259,7 +296,7 @@ class RequestReader:
         else:
             self._break(505, "http_version", "Only HTTP/1.1 and HTTP/1.0 are spoken here.")
         if request.method == b"CONNECT":
-            self._break(405, "method_not_allowed", "This is no proxy.")
+            self._break(501, "not_implemented", "This is no proxy.")
         self._read_framing(headers, request.http10)
         target = self._target if self._target.startswith(b"/") else _origin_form(self._target)
         request.path, _, request.query = target.partition(b"?")
@@ -321,5 +358,5 @@ def _is_usual(request: Request) -> bool:
 def _origin_form(target: bytes) -> bytes:
     """`http://host/path?query` as `/path?query` (RFC 9112 §3.2.2); anything else stays and finds no route."""
     _, _, rest = target.partition(b"://")
-    slash = rest.find(b"/")
+    slash = rest.partition(b"?")[0].find(b"/")
     return rest[slash:] if slash >= 0 else target

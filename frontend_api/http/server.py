@@ -9,6 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import sys
+import termios
+from contextlib import suppress
+from fcntl import ioctl
 from http import HTTPStatus
 from time import monotonic, perf_counter
 from typing import Protocol, cast
@@ -44,6 +48,8 @@ class Application(Protocol):
 
 
 _DEFECT = Problem(500, "internal_error", "The router failed; its log has the reason.")
+MOST_IN_TURN = 16
+"""Requests of one connection that are answered at once: then all others have their turn."""
 _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 
 
@@ -60,7 +66,11 @@ class ClientConnection:
         self._closing = False
         self._lingering = 0.0
         self._slow_since = 0.0
-        """Since when the client has not taken what it was sent; 0: it has."""
+        """Since when the client has not taken (any) of what it was sent; 0: it has."""
+        self._untaken = 0
+        """Bytes of that, when it was last looked at."""
+        self._goes_on = False
+        """Others have their turn, and then the next requests."""
         self._paused_reading = False
         self._last_read = monotonic()
         self.exchange: Exchange | None = None
@@ -133,9 +143,9 @@ class ClientConnection:
         self.current.body = b""  # an idle connection shall not hold it
         if close:
             self._close()
-        elif self._reader.requests or self._reader.broken is not None or self._reader.wants_continue:
+        elif self._reader.waits:
             self._turn()
-            asyncio.get_running_loop().call_soon(self._next)
+            self._next_later()
         elif self._paused_reading:
             self._resume_reading()
 
@@ -145,10 +155,27 @@ class ClientConnection:
         if self._reader.requests:  # that it waited for its turn is the client's doing
             self._reader.requests[0].received_at = perf_counter()
 
+    def _next_later(self) -> None:
+        if not self._goes_on:
+            self._goes_on = True
+            asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._goes_on = False
+        self._turn()
+        self._next()
+
     def _next(self) -> None:
         # Not while the client is slow: replies that nobody takes would fill the memory.
+        answered = 0
         while not self._busy and not self._closing and not self._slow_since:
+            if not self._reader.requests and self._reader.unread:
+                self._reader.read_on()
             if self._reader.requests:
+                answered += 1
+                if answered > MOST_IN_TURN:
+                    self._next_later()
+                    return
                 self.current = request = self._reader.requests.popleft()
                 self._busy = True
                 try:
@@ -243,7 +270,7 @@ class ClientConnection:
         self._last_read = monotonic()
         reader.feed(data)
         self._next()
-        if reader.requests and reader.full and self._transport is not None and not self._closing:
+        if reader.full and self._transport is not None and not self._closing:
             self._paused_reading = True
             self._transport.pause_reading()
 
@@ -255,12 +282,13 @@ class ClientConnection:
         if self._lingering:
             if now > self._lingering:
                 self.cut()
-        elif self._slow_since and now - self._slow_since > limits.write_seconds:
-            exchange = self.exchange
-            self.cut()
-            if exchange is not None:
-                exchange.client_gone()
-        elif self._busy or self._reader.requests or self._reader.broken is not None:
+        elif self._slow_since or self._closing:
+            if self._takes_nothing(now):
+                exchange = self.exchange
+                self.cut()
+                if exchange is not None:
+                    exchange.client_gone()
+        elif self._busy or self._reader.waits:
             return
         elif self._reader.in_message:
             if self._reader.late(now, self._last_read):
@@ -269,9 +297,23 @@ class ClientConnection:
         elif self._server.draining or now - self._last_read > limits.idle_seconds:
             self.close_if_idle()
 
+    def _takes_nothing(self, now: float) -> bool:
+        """Whether the client has taken no byte for too long, of all that the kernel has for it, too."""
+        transport = self._transport
+        if transport is None:
+            return False
+        untaken = transport.get_write_buffer_size()
+        with suppress(OSError, ValueError):  # where a kernel does not tell, its part counts as taken
+            told = ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+            untaken += int.from_bytes(told, sys.byteorder)
+        if not self._slow_since or untaken < self._untaken:
+            self._slow_since = now
+        self._untaken = untaken
+        return now - self._slow_since > self._server.limits.write_seconds
+
     def close_if_idle(self) -> None:
         """Close a kept connection that is between two requests."""
-        if not self._busy and not self._reader.requests and not self._reader.in_message and self._transport is not None:
+        if not self._busy and not self._reader.waits and not self._reader.in_message and self._transport is not None:
             self._close()
 
 

@@ -117,6 +117,8 @@ class Connection:
     def _reset(self) -> None:
         self._status = 0
         self._headers: list[tuple[bytes, bytes]] = []
+        self._hops: list[bytes] = []
+        """Headers that are for this connection only."""
         self._parts: list[bytes] = []
         self._began = False
         self._head_done = False
@@ -293,20 +295,27 @@ class Connection:
         if name == b"content-length":
             self._length = True
         elif name == b"transfer-encoding":
-            self._chunked = True
-            if value.lower() != b"chunked":
+            if self._chunked or value.lower() != b"chunked":
                 self._violated = True
+            self._chunked = True
+        elif name == b"connection":
+            self._hops += value.lower().replace(b" ", b"").split(b",")
         else:
             self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         self._status = status = self._parser.get_status_code()
-        if status >= 200:
-            self._head_done = True
-            self._keep_alive = self._parser.should_keep_alive()
-            if status in (204, 304):
-                self._length = True
-            self._between = self._chunked
+        if status < 200:
+            if self._length or self._chunked:  # the parser would take what follows for a body, and that for the reply's
+                self._violated = True
+            return
+        if self._hops:
+            self._headers = [header for header in self._headers if header[0] not in self._hops]
+        self._head_done = True
+        self._keep_alive = self._parser.should_keep_alive()
+        if status in (204, 304):
+            self._length = True
+        self._between = self._chunked
 
     def on_chunk_header(self) -> None:
         self._between = False

@@ -187,7 +187,10 @@ async def test_tokenize_may_leave_out_the_only_model(alone: Site) -> None:
         ("POST", "/health", 405),
         ("GET", "/health", 200),
         ("GET", "/ready", 200),
-        ("POST", CHAT + "/", 404),
+        ("POST", CHAT + "/", 200),
+        ("GET", "/v1/models/", 200),
+        ("POST", CHAT + "//", 404),
+        ("POST", "http://router?" + CHAT, 404),
         ("POST", "/v1//chat/completions", 404),
         ("POST", "/collective_rpc", 404),
     ],
@@ -197,6 +200,8 @@ async def test_paths(alone: Site, method: str, path: str, status: int) -> None:
     assert reply.status == status
     if status >= 400:
         assert reply.error["message"]
+    assert reply.headers.get("allow") == ({CHAT: "POST"}.get(path, "GET, HEAD") if status == 405 else None)
+    assert {heard.target for heard in alone.engines["a"].heard} <= {CHAT}
 
 
 async def test_metrics_are_for_this_machine_or_a_manage_key(guarded: Site) -> None:

@@ -17,7 +17,9 @@ HEADS = (
     b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: h2c\r\ncontent-length: %d\r\n\r\n",
     b"PUT /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d \r\n\r\n",
 )
-BODIES = st.sampled_from([b"", b"{}", b"\r\n\r\n", b'{"a":"b"}' * 20, b"0\r\n\r\n", b"\r\ncontent-length: 3\r\n"])
+BODIES = st.sampled_from(
+    [b"", b"{}", b"\r\n\r\n", b'{"a":"b"}' * 20, b"0\r\n\r\n", b"\r\ncontent-length: 3\r\n", b"x" * 5000]
+)
 SENT = st.lists(st.tuples(st.sampled_from(HEADS), BODIES), min_size=1, max_size=8)
 
 

@@ -155,3 +155,29 @@ def test_bytes_behind_a_reply_whose_head_came_before_are_seen() -> None:
     assert receive([reply], connection).over
     assert receive([reply], connection).over
     assert receive([reply + reply], connection).failure == Failure(Broken.PROTOCOL, True)
+
+
+@pytest.mark.parametrize("framing", [b"content-length: 2", b"transfer-encoding: chunked"])
+def test_a_provisional_reply_has_no_body(framing: bytes) -> None:
+    """The parser takes one for it, which would stand before the reply's own."""
+    seen = receive([b"HTTP/1.1 199 X\r\n%b\r\n\r\n" % framing, b"{}HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n[]"])
+    assert (seen.whole, seen.failure) == (b"", Failure(Broken.PROTOCOL, True))
+    for provisional in (b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n"):
+        seen = receive([provisional * 2 + b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n[]"])
+        assert (seen.headed, seen.whole, seen.over) == ((200, []), b"[]", True)
+
+
+def test_chunked_twice_is_no_framing() -> None:
+    seen = receive([HEAD.replace(b"\r\n\r\n", b"\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n")])
+    assert seen.failure == Failure(Broken.PROTOCOL, True)
+
+
+def test_what_is_for_the_engines_connection_only_goes_no_further() -> None:
+    hops = b"x-a: 1\r\nconnection: Keep-Alive, X-A\r\nx-b: 2\r\nconnection: x-c\r\nX-C: 3\r\nkeep-alive: timeout=5\r\n"
+    reply = b"HTTP/1.1 200 OK\r\n%bcontent-length: 2\r\n\r\n{}" % hops
+    connection = connected()
+    assert [receive([reply], connection).headed for _ in range(2)] == [(200, [(b"x-b", b"2")])] * 2
+    assert receive([b"HTTP/1.1 200 OK\r\nx-a: 1\r\ncontent-length: 2\r\n\r\n{}"], connection).headed == (
+        200,
+        [(b"x-a", b"1")],
+    )
