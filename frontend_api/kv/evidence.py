@@ -281,14 +281,12 @@ class Cache:
                         engine: blocks * size for engine, holder in self._holding if (blocks := found.get(holder.bit))
                     }
         evident = overlap
-        for engine in self.predicted.engines:
-            if not self._may_predict(engine):
-                self.predicted.forget(engine)
-                continue
-            size = self._size_of(engine)
+        only = next(iter(hashes)) if len(hashes) == 1 else 0
+        for engine in self.predicted.engines:  # on a busy fleet, nearly all: look first whether it matters
+            size = only or self._size_of(engine)
             held = overlap.get(engine, 0) // size
             blocks = self.predicted.depth(engine, hashes.get(size, ()), held)
-            if blocks > held:
+            if blocks > held and self._may_predict(engine):
                 if overlap is evident:
                     overlap = evident.copy()
                 overlap[engine] = blocks * size
@@ -318,13 +316,16 @@ class Cache:
         return whole and not any(self.index.has(rank.contents.holder, own) for rank in ranks)
 
     def _may_predict(self, engine: Engine) -> bool:
-        """Its events can prove a prediction, and it is the process that was predicted of."""
+        """Its events can prove a prediction, and it is the process that was predicted of: else that is forgotten."""
         ranks = self.ranks.get(engine)
         if ranks is None:
             return False
         restarts = sum(rank.restarts for rank in ranks)
         before, self._restarts[engine] = self._restarts.get(engine, restarts), restarts
-        return before == restarts and any(rank.evident for rank in ranks)
+        if before == restarts and any(rank.evident for rank in ranks):
+            return True
+        self.predicted.forget(engine)
+        return False
 
     def computed_on(self, engine: Engine, hashes: Mapping[int, Sequence[int]], evident: int, now: float) -> None:
         ranks = self.ranks.get(engine)
