@@ -321,8 +321,9 @@ PEERS: dict[str, Starter] = {
 
 
 def environment() -> None:
-    """No noise from what is asked over HTTP here."""
+    """No noise from what is asked over HTTP here, and no way to it by a proxy; the peers inherit that."""
     import logging
 
     logging.getLogger("httpx").setLevel(logging.WARNING)
     os.environ.pop("REDIS_URL", None)
+    os.environ.update(NO_PROXY="127.0.0.1", no_proxy="127.0.0.1")

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 def test_a_short_run_has_every_row_of_ours_and_no_failed_request(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     command = [sys.executable, "-m", "tests.bench", "--smoke", "--out", str(out)]
-    environment = {**os.environ, "TANDEM_CACHE": str(tmp_path)}
+    environment = {**os.environ, "TANDEM_CACHE": str(tmp_path), "http_proxy": "http://127.0.0.1:1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(out.read_text())
