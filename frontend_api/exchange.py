@@ -158,9 +158,10 @@ class Exchange:
             queued = router.waiting.before(deployment, alone=alone is not None, priority=self._priority)
         if router.loads.shared:
             router.loads.refresh(monotonic())
-        self._flow = flow.serve(
-            deployment, alone, self._trace, monotonic, self._prompt, self._session(), router.loads, queued=queued
+        serving = flow.Serving(
+            deployment, alone, self._trace, monotonic, self._prompt, self._session(), router.loads, queued
         )
+        self._flow = serving.steps()
         self.advance(None)
 
     def _session(self) -> bytes | None:

@@ -217,24 +217,13 @@ class Reader:
                 self._engine.read.learn(self._ahead, now - self._began_at, now)
 
 
-def serve(
-    deployment: Deployment,
-    alone: Reason | None,
-    trace: Trace,
-    clock: Callable[[], float],
-    prompt: Prompt | None = None,
-    session: bytes | None = None,
-    loads: Loads | None = None,
-    queued: bool = False,
-) -> Flow:
-    """The legs of one request. `alone`: why it must not be disaggregated. `clock`: monotonic seconds. `prompt`: its tokens
-    and where they lie, if known. `session`: what it shares with those that are to go the same way. `loads`: of the other
-    routers, to be looked at again where engines have limits. `queued`: others wait already, it is to wait behind them."""
-    return _Way(deployment, alone, trace, clock, prompt, session, loads, queued).go()
+class Serving:
+    """One request: what it wants, and what it has tried so far.
 
-
-class _Way:
-    """One request: what it wants, and what it has tried so far."""
+    `alone`: why it must not be disaggregated. `clock`: monotonic seconds. `prompt`: its tokens and where they lie, if known.
+    `session`: what it shares with those that are to go the same way. `loads`: of the other routers, to be looked at again
+    where engines have limits. `queued`: others wait already, it is to wait behind them.
+    """
 
     __slots__ = (
         "alone", "avoid", "clock", "deployment", "fresh", "legs", "loads", "prompt", "queued", "session", "struck", "trace",
@@ -247,10 +236,10 @@ class _Way:
         alone: Reason | None,
         trace: Trace,
         clock: Callable[[], float],
-        prompt: Prompt | None,
-        session: bytes | None,
-        loads: Loads | None,
-        queued: bool,
+        prompt: Prompt | None = None,
+        session: bytes | None = None,
+        loads: Loads | None = None,
+        queued: bool = False,
     ) -> None:
         self.deployment = deployment
         self.alone = alone
@@ -269,7 +258,8 @@ class _Way:
         self.verdict: Verdict = None
         """What the client hears if nothing more can be tried."""
 
-    def go(self) -> Flow:
+    def steps(self) -> Flow:
+        """Its legs. Closed at any time, it gives all load back."""
         trace = self.trace
         while self.legs < MAX_LEGS and len(self.struck) < MAX_STRIKES:
             if self.queued:

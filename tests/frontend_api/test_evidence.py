@@ -12,7 +12,7 @@ import pytest
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import FleetSnapshot, RoutingMode, RoutingPolicy, SnapshotDeployment, SnapshotEngine
-from frontend_api.flow import Decode, Flow, Trace, serve
+from frontend_api.flow import Decode, Flow, Serving, Trace
 from frontend_api.kv.debt import HELD_SECONDS, OWED_SECONDS
 from frontend_api.kv.debt import SENT_SECONDS as SAMPLE_SECONDS
 from frontend_api.kv.evidence import Cache, Evidence, State, source
@@ -94,7 +94,7 @@ class Fleet:
     def serve(self, tokens: array[int]) -> tuple[Flow, Engine]:
         """A request, up to its leg."""
         deployment = self.view.deployments["m"]
-        flow = serve(deployment, None, Trace(), lambda: self.now, self.cache.prompt(tokens, None))
+        flow = Serving(deployment, None, Trace(), lambda: self.now, self.cache.prompt(tokens, None)).steps()
         step = next(flow)
         assert isinstance(step, Decode)
         return flow, step.engine

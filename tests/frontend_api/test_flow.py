@@ -26,9 +26,9 @@ from frontend_api.flow import (
     Prefilled,
     Replied,
     Room,
+    Serving,
     Trace,
     Wait,
-    serve,
 )
 from frontend_api.formats.openai import Problem
 from frontend_api.http.upstream import Broken
@@ -80,7 +80,7 @@ def walk(
 ) -> tuple[list[str], Any, Trace]:
     """Play a script of outcomes. Returns the legs asked for (`p0`, `d0`, `d0+kv`, `…!` on a new connection) and the verdict."""
     clock, trace = Clock(), Trace()
-    flow = serve(deployment, alone, trace, clock, long_prompt(deployment) if known else None)
+    flow = Serving(deployment, alone, trace, clock, long_prompt(deployment) if known else None).steps()
     legs: list[str] = []
     outcome: Outcome = None
     todo = list(script)
@@ -204,7 +204,7 @@ def test_health_follows_connections_and_never_the_engines_answers() -> None:
 
 def test_a_stream_holds_decode_until_its_end_and_prefill_until_its_beginning() -> None:
     deployment, clock = fleet("p0", "d0"), Clock()
-    flow = serve(deployment, None, Trace(), clock)
+    flow = Serving(deployment, None, Trace(), clock).steps()
     flow.send(None)
     assert load(deployment) == {"p0": 1, "d0": 1}
     flow.send(prefilled(clock))
@@ -219,7 +219,7 @@ def test_a_stream_holds_decode_until_its_end_and_prefill_until_its_beginning() -
 def test_what_is_computed_no_longer_waits_and_teaches_the_engines_pace() -> None:
     deployment, clock, trace = fleet("p0", "d0"), Clock(), Trace()
     (prefill,) = deployment.prefill
-    flow = serve(deployment, None, trace, clock, long_prompt(deployment))
+    flow = Serving(deployment, None, trace, clock, long_prompt(deployment)).steps()
     flow.send(None)
     assert (prefill.queued, deployment.decode[0].queued, trace.overlap) == (5_000, 0, 0)
     clock.now += 50.0
@@ -229,7 +229,7 @@ def test_what_is_computed_no_longer_waits_and_teaches_the_engines_pace() -> None
     flow.close()
     for whole, learned in ((True, False), (False, True)):
         deployment = fleet("a0")
-        flow = serve(deployment, None, trace, clock, long_prompt(deployment))
+        flow = Serving(deployment, None, trace, clock, long_prompt(deployment)).steps()
         flow.send(None)
         clock.now += 5.0
         try:
@@ -252,7 +252,7 @@ def test_the_first_token_of_decode_teaches_the_pace_of_transfers_and_its_stream_
     ):
         deployment, clock = fleet("p0", "d0"), Clock()
         (decode,) = deployment.decode
-        flow = serve(deployment, None, Trace(), clock, long_prompt(deployment) if known else None)
+        flow = Serving(deployment, None, Trace(), clock, long_prompt(deployment) if known else None).steps()
         flow.send(None)
         flow.send(prefilled(clock))
         clock.now += 1.0
@@ -272,7 +272,7 @@ def test_the_first_token_of_decode_teaches_the_pace_of_transfers_and_its_stream_
 def test_a_prompt_read_where_it_is_answered_teaches_only_by_its_first_token() -> None:
     for token in (True, False):
         deployment, clock = fleet("a0"), Clock()
-        flow = serve(deployment, None, Trace(), clock, long_prompt(deployment))
+        flow = Serving(deployment, None, Trace(), clock, long_prompt(deployment)).steps()
         flow.send(None)
         clock.now += 5.0
         flow.send(Began(token=token))
@@ -287,7 +287,7 @@ def test_an_other_routers_prompts_count_for_the_time_a_prompt_took() -> None:
     deployment, clock = fleet("p0", "d0"), Clock()
     (prefill,) = deployment.prefill
     prefill.others_queued = 15_000
-    flow = serve(deployment, None, Trace(), clock, long_prompt(deployment))
+    flow = Serving(deployment, None, Trace(), clock, long_prompt(deployment)).steps()
     flow.send(None)
     clock.now += 2.0
     flow.send(prefilled(clock))
@@ -315,7 +315,7 @@ def test_kv_that_nobody_fetched_is_noted(script: list[Any], stranded: int) -> No
 
 def test_kv_of_a_client_that_left_while_decode_answers_is_not_stranded() -> None:
     deployment, clock, trace = fleet("p0", "d0"), Clock(), Trace()
-    flow = serve(deployment, None, trace, clock)
+    flow = Serving(deployment, None, trace, clock).steps()
     flow.send(None)
     flow.send(prefilled(clock))
     flow.close()
@@ -324,12 +324,12 @@ def test_kv_of_a_client_that_left_while_decode_answers_is_not_stranded() -> None
 
 def test_a_session_keeps_its_engines_when_decode_is_tried_again() -> None:
     deployment, clock = fleet("p0", "p1", "d0", "d1", "d2"), Clock()
-    flow = serve(deployment, None, Trace(), clock, session=b"s")
+    flow = Serving(deployment, None, Trace(), clock, session=b"s").steps()
     first = flow.send(None)
     second = flow.send(prefilled(clock))
     flow.close()
     for _ in range(3):
-        flow = serve(deployment, None, Trace(), clock, session=b"s")
+        flow = Serving(deployment, None, Trace(), clock, session=b"s").steps()
         assert (flow.send(None), flow.send(prefilled(clock))) == (first, second)
         flow.close()
 
@@ -351,7 +351,7 @@ def test_whoever_waits_holds_nothing_and_no_engine_gets_more_than_it_may(
     """Others come and go: `full` fills all engines to their limit, `room` empties them."""
     deployment, clock, trace = fleet(*engines, policy=RoutingPolicy(max_in_flight=2)), Clock(), Trace()
     members = (*deployment.prefill, *deployment.decode, *deployment.aggregated)
-    flow = serve(deployment, None, trace, clock, loads=Loads(), queued=queued)
+    flow = Serving(deployment, None, trace, clock, loads=Loads(), queued=queued).steps()
     outcome: Outcome = None
     script = script[:]
     try:
@@ -407,7 +407,7 @@ def test_whatever_happens_load_returns_to_zero_and_legs_are_bounded(
     engines: tuple[str, ...], policy: RoutingPolicy, script: list[str], known: bool
 ) -> None:
     deployment, clock, trace = fleet(*engines, policy=policy), Clock(), Trace()
-    flow = serve(deployment, None, trace, clock, long_prompt(deployment) if known else None)
+    flow = Serving(deployment, None, trace, clock, long_prompt(deployment) if known else None).steps()
     outcome: Outcome = None
     legs, spent = 0, False
     script = script[:]
