@@ -144,6 +144,8 @@ class Contents:
         assert self.restored is not None
         self._knowledge, self.restored = self.restored, None
         self.index.show(self.holder)
+        if self._knowledge is Knowledge.PARTIAL:
+            self._in_part()  # nobody has saved when it used what is not known
 
     # ---- the events of a batch
 

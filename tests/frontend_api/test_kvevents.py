@@ -441,7 +441,7 @@ class Turning:
         return self.tell(*events, one(number))
 
     def tell(self, *events: dict[str, Any]) -> Knowledge:
-        self.line.live((self.sequence, batch(*events)))
+        self.line.publish((self.sequence, batch(*events)))
         self.sequence += 1
         return self.line.rank.knowledge
 
@@ -613,6 +613,22 @@ def test_what_was_known_in_part_stays_so() -> None:
     assert late.state == (Knowledge.PARTIAL, 1, [])
     late.live((8, batch(removed(0, group_idx=3))))
     assert late.depth == 1
+
+
+def test_what_is_not_known_may_have_been_used_just_before_the_index_was_saved() -> None:
+    engine = Turning(told=False)
+    engine.line = Line()
+    engine.tell()
+    engine.line.replay()
+    for number in range(8):
+        engine.store(number)
+    engine.held.append(engine.held.pop(0))
+    engine.tell(stored(1, block_hashes=[5_000], parent_block_hash=77))
+    engine.line = restored(engine.line, saved_of(engine.line))
+    engine.line.replay()
+    known = [engine.store(number) for number in range(8, 40)]
+    assert known.index(Knowledge.COMPLETE) > engine.capacity  # and not when only that one is left
+    assert all(number >= 0 for number in engine.held)
 
 
 def test_what_is_not_worth_saving() -> None:
