@@ -414,6 +414,17 @@ def test_of_an_engine_that_restarted_nothing_is_expected() -> None:
     assert fleet.overlap(prompt(1)) == {"a1": 160}
 
 
+def test_a_restart_is_also_seen_by_a_request_that_was_weighed_before() -> None:
+    fleet = Fleet("a1")
+    fleet.answer(events=(stored(prompt(9)),))
+    fleet.cache.prompt(prompt(1), None).sent(fleet.engine("a1"), fleet.now)
+    weighed = fleet.cache.prompt(prompt(2), None)
+    fleet.ranks("a1")[0].live(0, batch(stored(prompt(8))), fleet.now)
+    fleet.answer(events=(stored(prompt(8)),))
+    weighed.sent(fleet.engine("a1"), fleet.now)
+    assert fleet.overlap(prompt(1)) == {}
+
+
 def test_an_engine_that_left_is_not_expected_to_hold_anything() -> None:
     fleet = Fleet("a1")
     fleet.answer()
