@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from io import StringIO
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from django.contrib.auth import authenticate
 from django.contrib.auth.models import AnonymousUser, Group, User
 from django.core.management import CommandError, call_command
-from django.test import RequestFactory
+from django.test import Client, RequestFactory
 from django.utils import timezone
 
 from controlplane.access import services
@@ -80,6 +81,13 @@ def test_the_first_admin_is_made_once_and_reset_on_demand() -> None:
     assert admin.check_password(renewed.getvalue().strip())
     assert [entry.action for entry in AuditEntry.objects.all()] == ["user.reset", "user.create"]
     assert password not in repr(list(AuditEntry.objects.values()))
+
+
+def test_the_sign_in_page_tells_a_command_that_works(client: Client) -> None:
+    for _ in ("nobody can sign in yet", "the password is lost"):
+        told = re.search(r"manage\.py ([^<]+)", client.get("/login/").content.decode())
+        assert told
+        call_command(*told[1].split(), stdout=StringIO(), stderr=StringIO())
 
 
 def test_createkey_prints_the_key_alone() -> None:
