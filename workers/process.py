@@ -3,9 +3,9 @@
 Knows nothing of plans or HTTP. A process is recognised by boot, pid and start time, and its helpers by the folder they
 work in: never by name.
 
-What a killed vLLM would leave on the node: sockets and a file in the temporary folder, so that each attempt has one of its
-own; and up to 400 MB in `/dev/shm`, which only the resource tracker of its Python can name, and removes when all who had
-it are gone. The tracker is therefore left to end by itself.
+Seen with vLLM 0.32: however it ends, it leaves seven sockets and a file in the temporary folder, so that each attempt has
+one of its own. If it is killed, up to 400 MB stay in `/dev/shm`, which only the resource tracker of its Python can name,
+and removes when all who had it are gone. The tracker is therefore left to end by itself.
 """
 
 from __future__ import annotations
