@@ -120,6 +120,7 @@ class Contents:
             block_size=self.block_size,
             source=source,
             groups=tuple(sorted(self.holder.skipped_groups)),
+            tiered=Bound.LOWER_TIER in self._bounds,
             keys=keys,
             values=values,
         )
@@ -135,6 +136,8 @@ class Contents:
             if self.holder is not holder:
                 return  # it is closed
         holder.skipped_groups.update(saved.groups)
+        if saved.tiered:
+            self._bounds.add(Bound.LOWER_TIER)
         self.block_size = self.block_size or saved.block_size
         if saved.block_size:
             self.index.block_sizes.add(saved.block_size)

@@ -63,3 +63,5 @@ class Saved(Struct, frozen=True):
     keys: bytes
     values: bytes
     """`Names.dump`."""
+    tiered: bool
+    """It keeps blocks in a lower tier, too."""

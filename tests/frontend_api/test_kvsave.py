@@ -33,7 +33,7 @@ from tests.frontend_api.publisher import Publisher
 
 SIZE = 4
 HERE = Source("d", "e", 1, "http://127.0.0.1:1", 0, "tcp://127.0.0.1:2", "tcp://127.0.0.1:3")
-SAVED = Saved(41, b"d" * 16, True, SIZE, 0, (1, 3), array("Q", [1, 2]).tobytes(), array("Q", [3, 4]).tobytes())
+SAVED = Saved(41, b"d" * 16, True, SIZE, 0, (1, 3), array("Q", [1, 2]).tobytes(), array("Q", [3, 4]).tobytes(), True)
 
 
 def test_what_is_written_is_read_again() -> None:
