@@ -172,6 +172,7 @@ class Trace:
         self.prefill = choice.prefill.id if choice.prefill else None
         self.decode = choice.decode.id if choice.decode else None
         self.reason = choice.reason.value
+        self.fallback = choice.fallback
         self.weighed = choice.weighed
         reads = choice.prefill or choice.decode
         if prompt is not None and reads is not None:
@@ -285,7 +286,7 @@ class Serving:
                 if self.deployment.routing.on_prefill_failure is OnPrefillFailure.FAIL:
                     trace.reason = choice.reason.value
                     return self.verdict or no_prefill(self.deployment, choice.reason)
-                trace.fallback, trace.cause = True, trace.cause or choice.reason.value
+                trace.cause = trace.cause or choice.reason.value
             trace.note(choice, self.prompt)
             if trace.explain:
                 trace.weighed = explain_costs(self.deployment, choice, now=self.clock(), avoid=self.avoid)
@@ -338,7 +339,7 @@ class Serving:
                     message = "The prefill engine answered without KV parameters."
                     self.verdict = Problem(502, "prefill_failed", message)
                     return True
-                self.trace.fallback, self.trace.cause = True, "no-params"
+                self.trace.cause = "no-params"
                 return False
             return (yield from self._hand_over(outcome, prefill, decode, reader, writing))
 

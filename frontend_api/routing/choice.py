@@ -161,7 +161,7 @@ def _choose(
     if alone is None and not deployment.wants_prefill and not deployment.prefill:
         alone = Reason.NO_PREFILL_POOL
     if alone is not None:
-        return _alone(answering, asked, alone)
+        return _alone(answering, asked, alone, fallback=alone is Reason.PREFILL_FAILED)
     prefills = (prefill,) if prefill is not None else _with_room(usable(deployment.prefill, avoid, now), limit)
     if not prefills:
         return _alone(answering, asked, Reason.PREFILL_UNAVAILABLE, fallback=True)

@@ -36,7 +36,7 @@ from frontend_api.kv.evidence import Cache, Prompt
 from frontend_api.routing.loads import Loads
 from frontend_api.routing.rates import USUAL_STEP
 from frontend_api.routing.reason import Reason
-from frontend_api.routing.view import Deployment, Engine, Health
+from frontend_api.routing.view import HANG_PAUSE, Deployment, Engine, Health
 
 P = b'{"remote":1}'
 REFUSED = Lost(Broken.CONNECT, False)
@@ -184,6 +184,19 @@ def test_fallback_is_told_with_its_cause() -> None:
     assert (trace.fallback, trace.cause) == (True, "prefill-unavailable")
     _, _, trace = walk(fleet("p0", "d0"), [OK], alone=Reason.SEVERAL_PROMPTS)
     assert (trace.fallback, trace.reason) == (False, "several-prompts")
+
+
+def test_what_is_disaggregated_at_last_was_no_fallback() -> None:
+    deployment = fleet("p0", "d0", "d1")
+    deployment.prefill[0].failed(100.0, hangs=True)
+
+    def refused_late(clock: Clock) -> Outcome:
+        clock.now += HANG_PAUSE
+        return REFUSED
+
+    legs, _, trace = walk(deployment, [refused_late, KV, OK])
+    assert legs == ["d0", "p0", "d1+kv"]
+    assert not trace.fallback
 
 
 def test_health_follows_connections_and_never_the_engines_answers() -> None:
