@@ -375,24 +375,24 @@ class Problem(NamedTuple):
     """OpenAI's error type, where the status does not tell it."""
 
 
-def error_body(problem: Problem, shape: Shape = Shape.PLAIN) -> bytes:
-    """OpenAI's error object; for Anthropic's endpoints with the mark that Anthropic's clients look for as well."""
-    by_status = _ERROR_TYPES.get(problem.status, "server_error")
+def error_body(problem: Problem, shape: Shape = Shape.PLAIN, *, marked: bool = False) -> bytes:
+    """OpenAI's error object; for Anthropic's endpoints with the types and the mark that its clients know. `marked`: with that
+    mark anyway."""
+    anthropic = shape is Shape.MESSAGES
+    by_status = _ERROR_TYPES.get(problem.status, "api_error" if anthropic else "server_error")
     error = {
         "message": problem.message,
-        "type": by_status if shape is Shape.MESSAGES else problem.kind or by_status,
+        "type": by_status if anthropic else problem.kind or by_status,
         "param": problem.param,
         "code": problem.code,
     }
-    if shape is Shape.MESSAGES:
-        return _encode({"type": "error", "error": error})
-    return _encode({"error": error})
+    return _encode({"type": "error", "error": error} if anthropic or marked else {"error": error})
 
 
 def error_event(problem: Problem, shape: Shape) -> bytes:
     """The event that ends a stream which has begun."""
     if shape in (Shape.MESSAGES, Shape.RESPONSES):
-        return b"event: error\ndata: %b\n\n" % error_body(problem, Shape.MESSAGES)
+        return b"event: error\ndata: %b\n\n" % error_body(problem, shape, marked=True)
     return b"data: %b\n\n" % error_body(problem)
 
 

@@ -553,13 +553,14 @@ async def test_a_stream_that_breaks_ends_in_one_error_event(make_site: MakeSite,
     assert site.telemetry.records[0].ttft is not None
 
 
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
-async def test_error_events_of_the_other_formats(make_site: MakeSite, path: str) -> None:
+@pytest.mark.parametrize(("path", "kind"), [("/v1/messages", "api_error"), ("/v1/responses", "server_error")])
+async def test_error_events_of_the_other_formats(make_site: MakeSite, path: str, kind: str) -> None:
     text = event({"type": "content_block_delta"}) + event({"type": "response.output_text.delta", "delta": "x"})
     site = await aggregated(make_site, says(STREAM_HEAD + framed(text), then="end"))
     reply = await ask(site.port, path, STREAM)
     last = reply.body.rstrip().split(b"\n\n")[-1]
     assert last.startswith(b'event: error\ndata: {"type":"error","error":{"message"')
+    assert f'"type":"{kind}"'.encode() in last
 
 
 async def test_a_stream_that_breaks_before_its_first_event_is_tried_elsewhere(make_site: MakeSite) -> None:
