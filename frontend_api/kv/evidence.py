@@ -281,15 +281,12 @@ class Cache:
                         engine: blocks * size for engine, holder in self._holding if (blocks := found.get(holder.bit))
                     }
         evident = overlap
-        only = next(iter(hashes)) if len(hashes) == 1 else 0
-        for engine in self.predicted.engines:  # on a busy fleet, nearly all: look first whether it matters
-            size = only or self._size_of(engine)
-            held = overlap.get(engine, 0) // size
-            blocks = self.predicted.depth(engine, hashes.get(size, ()), held)
-            if blocks > held and self._may_predict(engine):
-                if overlap is evident:
-                    overlap = evident.copy()
-                overlap[engine] = blocks * size
+        for size, own in hashes.items():
+            for engine, blocks in self.predicted.ahead(own, size, evident):
+                if self._may_predict(engine):
+                    if overlap is evident:
+                        overlap = evident.copy()
+                    overlap[engine] = blocks * size
         return Prompt(self, len(tokens), overlap, hashes, evident)
 
     def sent_to(self, engine: Engine, hashes: Mapping[int, Sequence[int]], evident: int, now: float) -> None:

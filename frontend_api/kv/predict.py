@@ -6,7 +6,7 @@ one new prefix would be taken for one that nobody has begun, and every engine's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from frontend_api.routing.view import Engine
 
@@ -70,6 +70,16 @@ class Predicted:
             while held < len(hashes) and until.get(hashes[held], 0.0) > now:
                 held += 1
         return held
+
+    def ahead(self, hashes: Sequence[int], size: int, have: Mapping[Engine, int]) -> list[tuple[Engine, int]]:
+        """The engines that will have more than they have, and how many blocks. `have`: tokens, in blocks of `size`."""
+        now, count = self._now, len(hashes)
+        found = []
+        for engine, until in self._until.items():
+            held = have.get(engine, 0) // size
+            if held < count and until.get(hashes[held], 0.0) > now:
+                found.append((engine, self.depth(engine, hashes, held)))
+        return found
 
     def _put(self, engine: Engine, hashes: Sequence[int], end: float) -> None:
         until = self._until.setdefault(engine, {})

@@ -13,6 +13,7 @@ from time import perf_counter, process_time
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import RoutingMode, RoutingPolicy, SnapshotDeployment, SnapshotEngine
 from frontend_api.formats.openai import ENDPOINTS
+from frontend_api.kv.chains import Chains
 from frontend_api.kv.evidence import Cache
 from frontend_api.kv.index import Index, chain
 from frontend_api.routing.choice import choose
@@ -86,18 +87,22 @@ def _following(engines: int) -> tuple[Deployment, Cache]:
 
 
 def _choice() -> dict[str, float]:
-    """Microseconds of one choice among 64 aggregated engines that have 0 to 100 of the prompt's 100 blocks: its hashes, what
-    the index knows of them, and costs and choice; and all of it."""
+    """Microseconds of one choice among 64 aggregated engines that have 0 to 100 of the prompt's 100 blocks, and each another
+    prompt on its way: its hashes, as of a prompt that was there before, what the index knows of them, and costs and choice; and
+    all of it."""
     deployment, cache = _following(ENGINES)
     tokens = array("I", range(PROMPT_BLOCKS * BLOCK))
     for number, (rank,) in enumerate(cache.ranks.values()):
         have = number * PROMPT_BLOCKS // (ENGINES - 1)
         rank.live(0, events.batch([events.stored(list(range(have)), None, tokens[: have * BLOCK])]), 0.0)
-    hashes = chain(tokens, BLOCK)
+    for engine in deployment.aggregated:
+        cache.prompt(array("I", range(9_000, 9_000 + PROMPT_BLOCKS * BLOCK)), None).sent(engine, 0.0)
+    assert len(cache.predicted.engines) == ENGINES
+    chains, hashes = Chains(), chain(tokens, BLOCK)
     prompt = cache.prompt(tokens, None)
     assert len(prompt.overlap) == ENGINES - 1
     parts = {
-        "hash": lambda: chain(tokens, BLOCK),
+        "hash": lambda: chains.of(tokens, BLOCK),
         "match": lambda: cache.index.match(hashes),
         "weigh": lambda: choose(deployment, now=0.0, prompt=prompt),
         "all": lambda: choose(deployment, now=0.0, prompt=cache.prompt(tokens, None)),
