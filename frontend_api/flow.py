@@ -264,7 +264,7 @@ class Serving:
         trace = self.trace
         while self.legs < MAX_LEGS and len(self.struck) < MAX_STRIKES:
             if self.queued:
-                trace.reason = Reason.ENGINES_FULL.value
+                trace.reason, trace.prefill, trace.decode = Reason.ENGINES_FULL.value, None, None
                 told = yield Wait(self.alone is not None)
                 if not isinstance(told, Room):
                     assert isinstance(told, NoRoom)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import FleetSnapshot, RoutingPolicy, SnapshotDeployment, SnapshotEngine
+from frontend_api.flow import Serving, Trace, Wait
 from frontend_api.routing.choice import choose
 from frontend_api.routing.loads import SILENCE_SECONDS, Loads, Table
 from frontend_api.routing.view import Deployment, Engine, View, carrying
@@ -63,6 +64,17 @@ def test_a_load_is_seen_at_once_and_gone_at_once(table: Table) -> None:
         assert two.others() == {"a": (1, 0)}
         assert one.others() == {}
     assert two.others() == {}
+
+
+def test_of_a_request_that_finds_its_engine_taken_no_engine_is_told(table: Table) -> None:
+    one, two = Process(table, 0).take("a"), Process(table, 1).take("a")
+    one.deployment.routing = RoutingPolicy(max_in_flight=1)
+    trace = Trace()
+    with carrying(two.engine("a")):
+        flow = Serving(one.deployment, None, trace, lambda: 0.0, loads=one.loads).steps()
+        assert isinstance(next(flow), Wait)
+        assert one.engine("a").in_flight == 0
+    assert (trace.decode, trace.reason) == (None, "engines-full")
 
 
 def test_processes_may_take_snapshots_in_at_different_moments(table: Table) -> None:
