@@ -27,6 +27,8 @@ PARTS_TEMPLATE = TEXT_TEMPLATE.replace(
     "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}{{ part | tojson }}{% endfor %}{% endif %}",
 )
 """It loops over content, so it gets parts; and it wants its system message first."""
+WHOLE_TEMPLATE = TEXT_TEMPLATE.replace("{{ m.content }}", "{{ m | tojson }}")
+"""It shows every field of a message, and their order."""
 
 
 def chat(*messages: dict[str, Any], **fields: Any) -> Case:

@@ -17,12 +17,22 @@ from frontend_api.tokens.tokenizer import Tokenizer
 from tests.frontend_api.tiny_model import write_model
 from tests.real.conftest import Site
 from tests.real.engines import KEY, MODEL
-from tests.real.prompt_cases import CHATS, KNOWN, OTHERS, PARTS_TEMPLATE, TEXT_TEMPLATE, TEXTS, Case, damaged
+from tests.real.prompt_cases import (
+    CHATS,
+    KNOWN,
+    OTHERS,
+    PARTS_TEMPLATE,
+    TEXT_TEMPLATE,
+    TEXTS,
+    WHOLE_TEMPLATE,
+    Case,
+    damaged,
+)
 from workers import tokenizer_folder
 from workers.runtimes import EngineRuntime
 
 REST = OTHERS + damaged(600, seed=7)
-TEMPLATES = {"its own": None, "text": TEXT_TEMPLATE, "parts": PARTS_TEMPLATE}
+TEMPLATES = {"its own": None, "text": TEXT_TEMPLATE, "parts": PARTS_TEMPLATE, "whole": WHOLE_TEMPLATE}
 
 
 @pytest.fixture(scope="session")
