@@ -173,7 +173,7 @@ class Cache:
         """Of the engines that something was predicted of, as they were then."""
         self.mode = deployment.routing.mode
         self.tokenization: dict[Engine, Tokenization] = {}
-        """Of the engines that were asked (`tokencheck`)."""
+        """Of the engines that were asked (`tokens.check`)."""
         self._miscounts: dict[str, float] = {}
         """By engine id, when it last was so; monotonic."""
         self._engines: tuple[Engine, ...] = ()

@@ -2,7 +2,7 @@
 
 A `Tokenizer` is a model's folder: `tokenizer.json`, its configuration and its chat template. It gives the engine's ids or
 none, never others; what decides that is in `prompts`. That the engine reads the folder in the same way is not taken on
-trust (`transformers` builds some tokenizer classes anew, whatever their `tokenizer.json` says): `tokencheck` compares with
+trust (`transformers` builds some tokenizer classes anew, whatever their `tokenizer.json` says): `tokens.check` compares with
 the answers of the engine's `/tokenize`.
 """
 

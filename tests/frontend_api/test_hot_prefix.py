@@ -1,6 +1,6 @@
 """A simulation in discrete events: one hot prefix, k engines that read prompts one after the other and write answers beside.
 
-An engine has the prefix from the moment a prompt is on its way there (`kvpredict`).
+An engine has the prefix from the moment a prompt is on its way there (`kv.predict`).
 """
 
 from __future__ import annotations
