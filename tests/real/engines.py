@@ -1,12 +1,8 @@
-"""Real engines as the tests start them: by the product's own command lines, in sessions of their own."""
+"""Real engines as the tests start and end them: by the product's own command lines and process."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import random
-import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -15,8 +11,9 @@ import psutil
 
 from controlplane.fleet.model import EngineAssignment, EngineSpec, NodeFacts, Role, Runtime
 from workers import command, ports
-from workers.cache_folder import clean_environment
 from workers.hardware import interface_of
+from workers.process import EngineProcess, members, sweep
+from workers.record import LOG
 from workers.runtimes import EngineRuntime
 
 ADDRESS = "127.0.0.1"
@@ -52,7 +49,7 @@ class RealEngine:
 
     def __init__(self, role: Role, runtime: EngineRuntime, model_path: Path, folder: Path, *extra_args: str) -> None:
         self.role = role
-        self.log = folder / f"{role}.log"
+        self.folder = (folder / role).resolve()
         self.ports = ports.take(ADDRESS, PORTS, role, promised=_promised, chance=random.Random())
         _promised.update(ports.numbers(self.ports))
         self.url = f"http://{ADDRESS}:{self.ports.http}"
@@ -68,14 +65,10 @@ class RealEngine:
             self.assignment, runtime=runtime, model_path=model_path, address=ADDRESS, ports=self.ports, facts=facts(),
             cpu_threads=1,
         )  # fmt: skip
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: EngineProcess | None = None
 
     def start(self) -> None:
-        with self.log.open("wb") as log:
-            env = clean_environment() | self.command.env
-            self._process = subprocess.Popen(
-                self.command.argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+        self._process = EngineProcess.launch(self.command.argv, self.command.env, self.folder)
 
     def await_ready(self) -> None:
         deadline = time.monotonic() + START_SECONDS
@@ -86,35 +79,26 @@ class RealEngine:
             except httpx.TransportError:
                 pass
             assert self._process is not None
-            assert self._process.poll() is None, f"the {self.role} engine ended:\n{self.tail()}"
+            assert self._process.running(), f"the {self.role} engine ended:\n{self.tail()}"
             assert time.monotonic() < deadline, f"the {self.role} engine did not come up:\n{self.tail()}"
             time.sleep(0.25)
 
     def processes(self) -> list[psutil.Process]:
-        """All of its processes: the engine's session holds nothing else."""
-        assert self._process is not None
-        return [p for p in psutil.process_iter() if _session(p.pid) == self._process.pid]
+        return [psutil.Process(pid) for pid in members(self.folder)]
 
     def cpu_seconds(self) -> float:
         return sum(sum(p.cpu_times()[:2]) for p in self.processes())
 
     def tail(self, lines: int = 60) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        return "\n".join((self.folder / LOG).read_text(errors="replace").splitlines()[-lines:])
 
     def stop(self) -> None:
         if self._process is None:
             return
         self._process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(20)
-        for process in self.processes():
-            process.send_signal(signal.SIGKILL)
-        self._process.wait(20)
+        deadline = time.monotonic() + 20
+        while self._process.running() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        self._process.kill()
+        sweep(self.folder)
         self._process = None
-
-
-def _session(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return None

@@ -7,11 +7,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.flows.site import Site
+from workers.process import members
 
 START_SECONDS = 600
 """Two engines on two busy cores, the runtime and the model being there."""
@@ -65,6 +68,8 @@ def test_the_same_prefix_goes_where_its_kv_lies(tandem: Site) -> None:
 def test_a_killed_decode_engine_is_replaced_and_the_next_request_served(tandem: Site) -> None:
     victim = tandem.engines(role="decode")[0]
     prefill = tandem.engines(role="prefill")[0]
+    lying = left_by(tandem.home / "agents" / "node-a" / "engines" / victim["id"] / str(victim["attempt"]))
+    assert len(lying) > 5
     os.kill(victim["pid"], signal.SIGKILL)
     tandem.until(
         lambda: tandem.ready(prefill=1, decode=1) and tandem.engines(role="decode")[0]["attempt"] > victim["attempt"],
@@ -74,3 +79,16 @@ def test_a_killed_decode_engine_is_replaced_and_the_next_request_served(tandem: 
     tandem.until(lambda: tandem.ask()[0] == 200, "the router serves again")
     capital(tandem)
     assert tandem.engines(role="prefill")[0]["pid"] == prefill["pid"], "its partner was left alone"
+    assert [path for path in lying if path.exists()] == []
+
+
+def left_by(folder: Path) -> list[Path]:
+    """What vLLM by itself would leave on the node: sockets and a file, and its shared memory."""
+    shared = {
+        Path(region.path)
+        for pid in members(folder)
+        for region in psutil.Process(pid).memory_maps()
+        if region.path.startswith("/dev/shm/psm_")
+    }
+    assert len(shared) == 2
+    return [*shared, *(folder / "tmp").resolve().iterdir()]
