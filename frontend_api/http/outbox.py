@@ -10,6 +10,8 @@ import asyncio
 
 ENOUGH = 16
 """Writes that are held for another turn at most: with more the turns grow long, and there is nothing to gain."""
+LARGE = 16 << 10
+"""Bytes of a write that is never held: there is nothing to gain, and the transport has to see at once that it is too much."""
 
 
 class Outbox:
@@ -23,13 +25,16 @@ class Outbox:
         """Of what is held, at the end of the turn before."""
 
     def write(self, transport: asyncio.Transport, data: bytes) -> None:
-        if self._holds:
-            self._held.append((transport, data))
-        else:
+        if not self._holds:
             self._holds = True
             self._seen = 0
             asyncio.get_running_loop().call_soon(self._end)
-            transport.write(data)
+        elif len(data) < LARGE:
+            self._held.append((transport, data))
+            return
+        else:
+            self.flush()
+        transport.write(data)
 
     def flush(self) -> None:
         """What is held leaves now. What is for a transport that was broken off meanwhile is dropped."""

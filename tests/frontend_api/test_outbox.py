@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from frontend_api.http.outbox import ENOUGH, Outbox
+from frontend_api.http.outbox import ENOUGH, LARGE, Outbox
 
 
 class _Transport:
@@ -74,3 +74,17 @@ async def test_flush_holds_nothing_back_and_writes_nothing_twice() -> None:
     assert log == [b"a", b"c"]
     await asyncio.sleep(0)
     assert log == [b"a", b"c"]
+
+
+async def test_a_large_write_is_never_held_nor_overtakes_what_is() -> None:
+    """Its transport is to say at once that it is too much: what is held is bounded in writes, not in bytes."""
+    log: list[bytes] = []
+    transport = cast(asyncio.Transport, _Transport(log))
+    outbox = Outbox()
+    sent = [b"a", b"b", b"x" * LARGE, b"y" * LARGE, b"c"]
+    for data in sent:
+        outbox.write(transport, data)
+    assert log == sent[:-1]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert log == sent
