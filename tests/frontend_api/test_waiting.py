@@ -12,6 +12,7 @@ import pytest
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import FleetSnapshot, RequestRecord, Result, RoutingPolicy, SnapshotDeployment
+from frontend_api.routing import waiting as routing_waiting
 from frontend_api.routing.loads import Table
 from frontend_api.routing.view import Deployment
 from frontend_api.routing.waiting import Waiting
@@ -338,7 +339,10 @@ async def test_who_waited_and_got_nothing_from_its_engine_keeps_its_age(make_sit
     assert await asking.statuses() == {"old": 200, "young": 200}
 
 
-async def test_limits_and_the_line_hold_over_all_processes(make_site: MakeSite, table: Table) -> None:
+async def test_limits_and_the_line_hold_over_all_processes(
+    make_site: MakeSite, table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing_waiting, "HEAD_STARTS", 5_000)  # a busy machine: wait for whose turn it is
     gate = Gated()
     sites = await several(make_site, table, gate, policy(2))
     running = [asyncio.create_task(ask(sites[0].port, CHAT, PROMPT)) for _ in range(2)]
