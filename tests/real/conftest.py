@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,29 +100,36 @@ class Site(NamedTuple):
 def site(runtime: EngineRuntime, model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("engines")
     engines = [RealEngine(role, runtime, model_path, folder) for role in Role]
-    router: subprocess.Popen[bytes] | None = None
     try:
         for engine in engines:
             engine.start()
         for engine in engines:
             engine.await_ready()
         prefill, decode, aggregated = engines
-        fleet = folder / "fleet.json"
-        fleet.touch(mode=0o600)
-        fleet.write_bytes(encode(snapshot(prefill, decode)))
-        port = free_port()
-        argv = [sys.executable, "-m", "frontend_api", "--fleet", str(fleet), "--no-auth", "--port", str(port)]
-        with (folder / "router.log").open("wb") as log:
-            router = subprocess.Popen([*argv, "--host", ADDRESS], env=os.environ, stdout=log, stderr=log)
-        url = f"http://{ADDRESS}:{port}"
-        await_router(url, router, folder / "router.log")
-        yield Site(prefill, decode, aggregated, url)
+        with router(prefill, decode, folder) as (url, _):
+            yield Site(prefill, decode, aggregated, url)
     finally:
-        if router is not None:
-            router.terminate()
-            router.wait(30)
         for engine in engines:
             engine.stop()
+
+
+@contextmanager
+def router(prefill: RealEngine, decode: RealEngine, folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """One for these engines, in a process of its own. Gives its address."""
+    fleet = folder / "fleet.json"
+    fleet.touch(mode=0o600)
+    fleet.write_bytes(encode(snapshot(prefill, decode)))
+    port = free_port()
+    argv = [sys.executable, "-m", "frontend_api", "--fleet", str(fleet), "--no-auth", "--port", str(port)]
+    with (folder / "router.log").open("wb") as log:
+        process = subprocess.Popen([*argv, "--host", ADDRESS], env=os.environ, stdout=log, stderr=log)
+    try:
+        url = f"http://{ADDRESS}:{port}"
+        await_router(url, process, folder / "router.log")
+        yield url, process
+    finally:
+        process.terminate()
+        process.wait(30)
 
 
 def snapshot(prefill: RealEngine, decode: RealEngine) -> FleetSnapshot:
