@@ -142,7 +142,7 @@ class RequestReader:
             data = self.unread
             body = self._length - self._body_bytes if self.in_message and not self.in_head else 0
             size = len(data) if len(data) <= body else PIECE
-            self.unread = data[size:]
+            self.unread = data[size:] or b""  # an empty view would hold what it is of
             self._parse(data[:size])
 
     def _parse(self, data: bytes | memoryview) -> None:

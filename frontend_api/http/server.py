@@ -186,6 +186,7 @@ class ClientConnection:
                 except Exception:
                     log.exception("defect in the router at %r", request.path)
                     self._reader.give_up(_DEFECT)
+                    self._reader.requests.clear()  # a reply to the next would pass for one to this
                     self._busy = False
             elif self._reader.broken is not None:
                 self._linger(self._reader.broken)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import sys
 import tracemalloc
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -14,7 +15,7 @@ import pytest
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import Result
 from frontend_api import flow
-from frontend_api.http.reading import MOST_FIELDS, Limits, RequestReader
+from frontend_api.http.reading import MOST_FIELDS, PIECE, Limits, RequestReader
 from tests.frontend_api.client import PROMPT, Client, ask, events, request
 from tests.frontend_api.conftest import MakeSite, Site, until
 from tests.frontend_api.scripted import STREAM_HEAD, Heard, answer_well, chat_reply, chunk, framed, unary
@@ -284,6 +285,15 @@ def test_what_one_read_brings_becomes_few_requests_at_a_time() -> None:
         reader.read_on()
     assert paths == [b"/%d" % n for n in range(7_000)]
     assert not reader.full
+
+
+def test_of_what_was_read_in_pieces_nothing_is_kept() -> None:
+    reader = RequestReader(Limits(), lambda request: None)
+    data = request(CHAT, {"user": "u" * 3 * PIECE})
+    held = sys.getrefcount(data)
+    reader.feed(data)
+    assert reader.requests
+    assert sys.getrefcount(data) == held
 
 
 async def test_a_client_that_ends_its_side_gets_the_replies_that_are_whole(alone: Site) -> None:
@@ -705,8 +715,11 @@ async def test_a_defect_is_answered_and_ends_nothing_else(alone: Site, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr("frontend_api.formats.openai.read_request", fail)
-        reply = await ask(alone.port, CHAT, PROMPT)
-        assert (reply.status, reply.error["code"]) == (500, "internal_error")
+        async with Client(alone.port) as client:
+            client.send(request(CHAT, PROMPT) + request("/health"))
+            reply = await client.reply()
+            assert (reply.status, reply.error["code"]) == (500, "internal_error")
+            assert await client.closed() == b""
     for name in ("formats.openai.read_reply", "flow.choose", "legs.AnswerLeg.head"):
         with monkeypatch.context() as patch:
             patch.setattr(f"frontend_api.{name}", fail)
