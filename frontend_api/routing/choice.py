@@ -277,7 +277,7 @@ def _pair_by_cost(
     if broken and pair is None:
         return None
     if not held and policy.local_below_tokens:
-        alone = _weighed(answering, Part.ALONE, prompt)
+        alone = Weighed(answering, Part.ALONE, rows, prompt)
         at, _ = _pick(alone, asked)
         if prompt.lacking(answering[at]) < policy.local_below_tokens:
             return Choice(None, answering[at], Reason.LOCAL_BELOW_THRESHOLD, False, (read, fetch, alone))
