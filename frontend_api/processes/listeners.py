@@ -165,9 +165,8 @@ class Reporter:
         """Write all waiting records, a batch at a time. One that is lost on the way is dropped and counted: Redis may have it."""
         try:
             if self._telemetry.waiting:
-                await (
-                    self._client.ping()
-                )  # a connection that has ended, or a Redis that loads its data, costs no record
+                # so that a connection that has ended, or a Redis that loads its data, costs no record
+                await self._client.ping()
             while records := self._telemetry.batch():
                 written = False
                 try:
