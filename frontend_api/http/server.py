@@ -284,13 +284,14 @@ class ClientConnection:
             if now > self._lingering:
                 self.cut()
         elif self._slow_since or self._closing:
+            self._last_read = now  # the client's own time begins when it has its reply
             if self._takes_nothing(now):
                 exchange = self.exchange
                 self.cut()
                 if exchange is not None:
                     exchange.client_gone()
         elif self._busy or self._reader.waits:
-            return
+            self._last_read = now
         elif self._reader.in_message:
             if self._reader.late(now, self._last_read):
                 self._reader.give_up(Problem(408, "request_timeout", "The request did not come in time."))

@@ -683,6 +683,30 @@ async def test_idle_connections_close_and_busy_ones_do_not(make_site: MakeSite) 
         assert (await busy.reply()).status == 200
 
 
+async def test_a_connection_is_not_idle_for_as_long_as_its_reply_took(make_site: MakeSite) -> None:
+    site = await make_site()
+    go_on = asyncio.Event()
+
+    async def later(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        await go_on.wait()
+        await answer_well(heard, writer)
+
+    await site.engine("a", Role.AGGREGATED, later)
+    site.publish()
+    async with Client(site.port) as client:
+        client.post(CHAT, PROMPT)
+        await until(lambda: bool(site.router.exchanges))
+        ended = asyncio.get_running_loop().time() + 10 * site.server.limits.idle_seconds
+        site.server.sweep(ended)
+        go_on.set()
+        assert (await client.reply()).status == 200
+        site.server.sweep(ended + site.server.limits.idle_seconds - 1.0)
+        client.post(CHAT, PROMPT)
+        assert (await client.reply()).status == 200
+        site.server.sweep(ended + 10 * site.server.limits.idle_seconds)
+        assert await client.closed() == b""
+
+
 async def test_drain_finishes_streams_and_takes_no_new_ones(make_site: MakeSite) -> None:
     site = await make_site()
     go_on = asyncio.Event()
