@@ -23,7 +23,7 @@ class Part(StrEnum):
     LOCAL = "local"
     """Compute the prompt and answer, while others could compute it without a stream standing still."""
     ALONE = "alone"
-    """The same where nobody else can: the streams of some engine will stand still, so that is not weighed."""
+    """The same where nobody else can or is to: the streams of some engine will stand still, so that is not weighed."""
 
 
 class Cost(NamedTuple):
