@@ -207,11 +207,11 @@ class Reader:
         if self._prompt is not None and not self._read:
             self._prompt.failed(self._engine)
 
-    def read(self, *, learn: bool) -> None:
-        """The prompt is computed. `learn`: the time until now is the prompt's alone."""
+    def read(self, *, learn: bool, announced: bool = False) -> None:
+        """The prompt is computed, or its answer is `announced`. `learn`: the time until now is the prompt's alone."""
         self.load.computed()
         self._read = True
-        if self._prompt is not None:
+        if self._prompt is not None and not announced:
             now = self._clock()
             self._prompt.computed(self._engine, now)
             if learn:
@@ -309,9 +309,9 @@ class Serving:
             outcome = yield Decode(engine, None, self.fresh)
             if isinstance(outcome, Began):
                 engine.answered()
-                reader.read(learn=outcome.token and not outcome.whole)
+                reader.read(learn=outcome.token and not outcome.whole, announced=not outcome.token)
                 if not outcome.whole:
-                    self._learn_step(engine, (yield None))
+                    self._ended(engine, outcome, (yield None))
                 self.verdict = None
                 return True
         return self._gave_nothing(engine, outcome)
@@ -362,13 +362,13 @@ class Serving:
             if isinstance(answer, Began):
                 decode.answered()
                 reader.load.release()
-                if prompt is not None:
+                if prompt is not None and answer.token:
                     prompt.computed(decode, clock())
                 if not answer.whole:
                     if prompt is not None and answer.token:
                         now = clock()
                         decode.pull.learn(fetched(decode, prompt), now - sent_at - decode.step.pace, now)
-                    self._learn_step(decode, (yield None))
+                    self._ended(decode, answer, (yield None))
                 self.verdict = None
                 return True
             over = self._gave_nothing(decode, answer)
@@ -415,9 +415,12 @@ class Serving:
         verdict = self.verdict = _after(outcome, engine, self.avoid, self.clock())
         return isinstance(verdict, PassOn) and verdict.final
 
-    def _learn_step(self, engine: Engine, outcome: Outcome) -> None:
+    def _ended(self, engine: Engine, began: Began, outcome: Outcome) -> None:
         if isinstance(outcome, Ended):
-            engine.step.learn(outcome.steps, outcome.seconds, self.clock())
+            now = self.clock()
+            engine.step.learn(outcome.steps, outcome.seconds, now)
+            if not began.token and outcome.steps and self.prompt is not None:
+                self.prompt.computed(engine, now)  # not when it was announced: it may have waited for long
 
 
 def _after(outcome: Outcome, engine: Engine, avoid: set[Engine], now: float) -> Problem | PassOn:

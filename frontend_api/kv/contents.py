@@ -121,6 +121,7 @@ class Contents:
             source=source,
             groups=tuple(sorted(self.holder.skipped_groups)),
             tiered=Bound.LOWER_TIER in self._bounds,
+            copied=array("Q", self._debt.copied).tobytes(),
             keys=keys,
             values=values,
         )
@@ -136,6 +137,7 @@ class Contents:
             if self.holder is not holder:
                 return  # it is closed
         holder.skipped_groups.update(saved.groups)
+        self._debt.has_copies(array("Q", saved.copied))
         if saved.tiered:
             self._bounds.add(Bound.LOWER_TIER)
         self.block_size = self.block_size or saved.block_size
@@ -203,8 +205,11 @@ class Contents:
                 self._in_part()
                 return
             self.block_size = event.block_size
+            new = len(holder.blocks) - held
+            if new < len(event.block_hashes):
+                self._debt.has_copies(index.named(holder, event.block_hashes))
             if self._knowledge is Knowledge.PARTIAL:
-                self._stored += len(holder.blocks) - held
+                self._stored += new
                 self._turn_over()
 
     def _remove(self, event: Removed | RemovedRow) -> None:

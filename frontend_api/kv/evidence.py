@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from controlplane.fleet.wire import RoutingMode
 from frontend_api.kv.chains import Chains
 from frontend_api.kv.contents import Contents
-from frontend_api.kv.debt import Debt
+from frontend_api.kv.debt import Debt, owed
 from frontend_api.kv.index import LIMIT, Holder, Index, Sent
 from frontend_api.kv.knowledge import Knowledge, Trouble
 from frontend_api.kv.predict import Predicted
@@ -299,15 +299,19 @@ class Cache:
         lacking = hashes.get(size, ())[evident // size :]
         if lacking and self._may_predict(engine):
             self.predicted.sent(engine, lacking, now)
-        if len(lacking) > 1 and engine in self.ranks and self._must_tell(engine, lacking[-1]):
-            self._debts[engine].sent(lacking[-1], now)
+        block = owed(lacking)
+        if block is not None and engine in self.ranks and self._must_tell(engine, block):
+            self._debts[engine].sent(block, now)
 
     def _must_tell(self, engine: Engine, own: int) -> bool:
         """Whether something follows from events that do not tell of a block which the engine computes.
 
-        Of one that is known in part only that it may have had it: with several ranks, nobody knows which.
+        Of one that is known in part only that it may have had it: with several ranks, nobody knows which. Of one with other cache
+        groups nothing, nor where its block size is only supposed.
         """
         ranks = self.ranks[engine]
+        if any(rank.contents.block_size is None or rank.contents.holder.skipped_groups for rank in ranks):
+            return False
         known = {rank.knowledge for rank in ranks}
         whole = known == {Knowledge.COMPLETE} or (known == {Knowledge.PARTIAL} and len(ranks) == 1)
         return whole and not any(self.index.has(rank.contents.holder, own) for rank in ranks)
@@ -334,14 +338,16 @@ class Cache:
                 self.predicted.failed(engine, lacked)  # from now on they alone say how long it is there
                 return
             self.predicted.computed(engine, lacked, now)
-            if lacked:
-                self._debts[engine].computed(lacked[-1], now)
+            block = owed(lacked)
+            if block is not None:
+                self._debts[engine].computed(block, now)
 
     def failed_on(self, engine: Engine, hashes: Mapping[int, Sequence[int]]) -> None:
         blocks = hashes.get(self._size_of(engine), ())
         self.predicted.failed(engine, blocks)
-        if blocks and engine in self._debts:
-            self._debts[engine].dropped(blocks[-1])
+        block = owed(blocks)
+        if block is not None and engine in self._debts:
+            self._debts[engine].dropped(block)
 
     def _size_of(self, engine: Engine) -> int:
         """Tokens in a block of an engine, as its events or else its control plane say."""

@@ -264,6 +264,11 @@ class Index:
                 self._unmark(own, bit)
                 self.counts["removed"] += 1
 
+    def named(self, holder: Holder, hashes: Iterable[int | bytes]) -> list[int]:
+        """The own hashes of an engine's blocks, as far as they are known."""
+        found = (holder.blocks.get(_key(engine_hash)) for engine_hash in hashes)
+        return [own for own in found if own is not None]
+
     def hold(self, holder: Holder, own: int) -> None:
         """A block by its own hash, for those who know no engine's hash."""
         if holder.blocks.put(own, own) is None:

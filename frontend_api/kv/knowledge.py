@@ -65,3 +65,5 @@ class Saved(Struct, frozen=True):
     """`Names.dump`."""
     tiered: bool
     """It keeps blocks in a lower tier, too."""
+    copied: bytes = b""
+    """`Debt.copied`."""

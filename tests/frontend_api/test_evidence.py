@@ -12,7 +12,7 @@ import pytest
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import FleetSnapshot, RoutingMode, RoutingPolicy, SnapshotDeployment, SnapshotEngine
-from frontend_api.flow import Decode, Flow, Serving, Trace
+from frontend_api.flow import Began, Decode, Ended, Flow, Serving, Trace
 from frontend_api.kv.debt import HELD_SECONDS, OWED_SECONDS
 from frontend_api.kv.debt import SENT_SECONDS as SAMPLE_SECONDS
 from frontend_api.kv.evidence import Cache, Evidence, State, source
@@ -199,12 +199,87 @@ def test_events_that_are_another_engines_are_told_from_what_they_leave_out() -> 
     two.live(1, batch(stored(prompt(1))), fleet.now)
     fleet.pass_time(OWED_SECONDS + 1.0)
     assert fleet.standing() == (State.DEGRADED, {"a1": "kv_events_not_observed"})
-    one.live(1, batch(stored(prompt(2))), fleet.now)  # of what a2 has computed
+    for number in (1, 2):
+        one.live(number, batch(stored(prompt(3 + number))), fleet.now)  # of what a2 has computed
+        fleet.pass_time(OWED_SECONDS + 1.0)
     compute(fleet, "a1", prompt(3))
-    one.live(2, batch(stored(prompt(3))), fleet.now)  # by chance
-    fleet.pass_time(HELD_SECONDS - 1.0)
+    one.live(3, batch(stored(prompt(3))), fleet.now)  # by chance
+    fleet.pass_time(HELD_SECONDS - OWED_SECONDS - 2.0)
     assert fleet.standing() == (State.DEGRADED, {"a1": "kv_events_not_observed"})
     fleet.pass_time(2.0)
+    assert fleet.standing() == (State.EXACT, {})
+
+
+def test_a_prompt_whose_answer_is_only_announced_is_not_computed_yet() -> None:
+    """A stream of responses begins before its prompt's turn comes."""
+    fleet = Fleet("a1", replay="")
+    (rank,) = fleet.ranks("a1")
+    rank.live(0, batch(stored(prompt(9))), fleet.now)
+    flow, _ = fleet.serve(prompt(1))
+    assert flow.send(Began(token=False)) is None
+    for number in (1, 2):
+        fleet.pass_time(OWED_SECONDS + 1.0)
+        rank.live(number, batch(stored(prompt(9 + number))), fleet.now)
+        fleet.pass_time(1.0)
+        assert fleet.standing() == (State.EXACT, {})
+    with pytest.raises(StopIteration):
+        flow.send(Ended(7, 0.1))
+    fleet.pass_time(OWED_SECONDS + 1.0)
+    assert fleet.standing() == (State.DEGRADED, {"a1": "kv_events_not_observed"})
+
+
+def test_what_comes_late_and_in_order_is_not_missing() -> None:
+    """As over a connection that stood still: what was told before comes first."""
+    fleet = Fleet("a1")
+    fleet.answer()
+    compute(fleet, "a1", prompt(1))
+    fleet.pass_time(OWED_SECONDS + 1.0)
+    assert fleet.standing()[1] == {"a1": "kv_events_not_observed"}
+    (rank,) = fleet.ranks("a1")
+    rank.live(0, batch(stored(prompt(2))), fleet.now)
+    rank.live(1, batch(stored(prompt(1))), fleet.now)
+    fleet.answer()
+    fleet.pass_time(0.1)
+    assert fleet.standing() == (State.EXACT, {})
+
+
+def test_a_block_of_which_the_engine_may_have_another_copy_is_not_owed() -> None:
+    """vLLM keeps two of a block that it was sent twice at once, tells of the end of each, and finds the one that is left."""
+    fleet = Fleet("a1")
+    fleet.answer()
+    (rank,) = fleet.ranks("a1")
+    for number in (0, 1):
+        rank.live(number, batch(stored(prompt(1))), fleet.now)
+    rank.live(2, batch({**stored(prompt(1)), "type": "BlockRemoved"}), fleet.now)
+    for number in (3, 4, 5):
+        compute(fleet, "a1", prompt(1))
+        fleet.pass_time(OWED_SECONDS + 1.0)
+        assert fleet.standing() == (State.EXACT, {})
+        rank.live(number, batch(stored(prompt(number))), fleet.now)
+    compute(fleet, "a1", prompt(9))
+    fleet.pass_time(OWED_SECONDS + 1.0)
+    assert fleet.standing()[1] == {"a1": "kv_events_not_observed"}
+
+
+def test_an_engine_need_not_tell_of_a_prompts_last_block() -> None:
+    """vLLM keeps it to itself while several tokens that it has guessed (MTP) may change its end."""
+    fleet = Fleet("a1")
+    fleet.answer()
+    compute(fleet, "a1", prompt(1))
+    (rank,) = fleet.ranks("a1")
+    rank.live(0, batch(stored(prompt(1)[: 9 * SIZE])), fleet.now)
+    fleet.pass_time(OWED_SECONDS + 1.0)
+    assert fleet.standing() == (State.EXACT, {})
+
+
+def test_an_engine_whose_block_size_nobody_knows_owes_nothing() -> None:
+    fleet = Fleet("a1")
+    fleet.specs["a2"] = fleet.spec("a2", block_size=None)
+    fleet.publish()
+    fleet.answer()
+    compute(fleet, "a2", prompt(1))
+    fleet.ranks("a2")[0].live(0, batch(stored(prompt(1), block_size=2 * SIZE, block_hashes=[1, 2, 3, 4, 5])), fleet.now)
+    fleet.pass_time(OWED_SECONDS + 1.0)
     assert fleet.standing() == (State.EXACT, {})
 
 
@@ -257,8 +332,10 @@ def test_an_engine_of_other_groups_owes_no_more_than_any_event() -> None:
     compute(fleet, "a1", prompt(1))
     window = stored(prompt(1), group_idx=1, kv_cache_spec_kind="sliding_window")
     fleet.ranks("a1")[0].live(0, batch(window), fleet.now)
-    fleet.pass_time(OWED_SECONDS + 1.0)
-    assert fleet.standing() == (State.APPROXIMATE, {"a1": "kv_other_cache_groups"})
+    for _ in range(2):
+        fleet.pass_time(OWED_SECONDS + 1.0)
+        assert fleet.standing() == (State.APPROXIMATE, {"a1": "kv_other_cache_groups"})
+        compute(fleet, "a1", prompt(1))  # which it has, and tells nothing of
 
 
 def test_two_engines_that_claim_one_address_also_by_their_ranks() -> None:

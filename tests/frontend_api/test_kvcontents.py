@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frontend_api.kv.contents import Contents
-from frontend_api.kv.debt import OWED_SECONDS, Debt
+from frontend_api.kv.debt import COPIED, OWED_SECONDS, Debt
 from frontend_api.kv.index import Index, chain
 from frontend_api.kv.knowledge import Bound, Knowledge, Trouble
 from frontend_api.kv.sequence import Rank
@@ -74,6 +74,24 @@ def test_of_several_ranks_any_may_pay_what_the_engine_owes() -> None:
     first.tick(20.0)
     second.tick(20.0)
     assert first.trouble == second.trouble == []
+
+
+def test_the_blocks_that_it_may_have_twice_are_known_also_after_a_restart() -> None:
+    line = ready()
+    assert line.debt.copied == set()
+    line.publish((3, batch(stored(2), stored(3))), (4, batch(stored(3))))
+    assert line.debt.copied == set(chain(array("I", [t for n in range(4) for t in tokens(n)]), SIZE)[2:])
+    assert restored(line, saved_of(line)).debt.copied == line.debt.copied
+    line.debt.forgive()
+    assert line.debt.copied == set()
+
+
+def test_no_end_of_blocks_that_it_may_have_twice_is_kept() -> None:
+    debt = Debt()
+    for first in range(0, 5 * COPIED, 64):
+        debt.has_copies(range(first, first + 64))
+        assert {first + 63, max(first - COPIED, 0)} <= debt.copied
+        assert len(debt.copied) <= 2 * (COPIED + 64)
 
 
 def one(number: int) -> dict[str, Any]:
