@@ -16,6 +16,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,11 +48,12 @@ def pytest_unconfigure() -> None:
 
 _LANE = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
 _CHANCE = random.Random()  # not the common one: Hypothesis sets that to the same for each example
-_given_ports: set[int] = set()
+_given_ports: deque[int] = deque(maxlen=1_000)
+"""Fewer than half of those that a lane has, so that there is always one."""
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody has: not the system's clients, not another lane, not an earlier caller.
+    """A TCP port of 127.0.0.1 that nobody has: not the system's clients, not another lane, not a recent caller.
 
     The system gives its clients ports from 32768 on; one of those could be gone again before it is bound.
     """
@@ -60,7 +62,7 @@ def free_port() -> int:
         with contextlib.suppress(OSError), socket.socket() as probe:
             if port not in _given_ports:
                 probe.bind(("127.0.0.1", port))
-                _given_ports.add(port)
+                _given_ports.append(port)
                 return port
 
 
