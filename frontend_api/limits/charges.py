@@ -36,6 +36,8 @@ class Estimate(NamedTuple):
 
 
 NOTHING = Estimate(0, 0, 0)
+_FREE = ("/tokenize", "/v1/messages/count_tokens")
+"""They make tokens of text and compute nothing with them."""
 
 
 class _Lengths(Struct):
@@ -55,7 +57,7 @@ def estimate(endpoint: Endpoint, body: bytes, tokens: int | None, budget: int | 
 
     Raises `InvalidInput` for a body that is nested too deep.
     """
-    if endpoint.path == "/tokenize":  # asks an engine for nothing that counts
+    if endpoint.path in _FREE:
         return NOTHING
     prompt = tokens if tokens is not None else -(-len(body) // BYTES_PER_TOKEN)
     if not endpoint.generates:

@@ -60,8 +60,9 @@ def test_an_estimate_holds_what_was_asked_for(endpoint: Any, body: dict[str, Any
         assert estimate(endpoint, data, 50, None) == Estimate(50, output, sure + 50)
 
 
-def test_tokenize_costs_nothing() -> None:
-    assert estimate(ENDPOINTS["/tokenize"], b'{"prompt": "a"}', None, 100) == Estimate(0, 0, 0)
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
+def test_counting_tokens_costs_none(path: str) -> None:
+    assert estimate(ENDPOINTS[path], b'{"prompt": "a"}', None, 100) == Estimate(0, 0, 0)
 
 
 def test_a_guess_never_takes_more_than_the_budget_but_what_is_sure_does() -> None:
