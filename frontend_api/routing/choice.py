@@ -162,10 +162,14 @@ def _choose(
         alone = Reason.NO_PREFILL_POOL
     if alone is not None:
         return _alone(answering, asked, alone, fallback=alone is Reason.PREFILL_FAILED)
+    prompt, below = asked.prompt, deployment.routing.local_below_tokens
+    if below and prompt is not None and prefill is None:  # such a prompt needs no prefill engine, and misses none
+        local = _alone(answering, asked, Reason.LOCAL_BELOW_THRESHOLD)
+        if local.decode is not None and prompt.lacking(local.decode) < below:
+            return local
     prefills = (prefill,) if prefill is not None else _with_room(usable(deployment.prefill, avoid, now), limit)
     if not prefills:
         return _alone(answering, asked, Reason.PREFILL_UNAVAILABLE, fallback=True)
-    prompt = asked.prompt
     if prompt is None:
         choice = _pair_by_order(prefills, answering, asked, deployment.broken_pairs)
     else:
@@ -276,11 +280,6 @@ def _pair_by_cost(
     pair = _cheapest_pair(read, fetch, broken) if broken else None
     if broken and pair is None:
         return None
-    if not held and policy.local_below_tokens:
-        alone = Weighed(answering, Part.ALONE, rows, prompt)
-        at, _ = _pick(alone, asked)
-        if prompt.lacking(answering[at]) < policy.local_below_tokens:
-            return Choice(None, answering[at], Reason.LOCAL_BELOW_THRESHOLD, False, (read, fetch, alone))
     weighed: tuple[Weighed, ...] = (read, fetch)
     if not held and policy.disaggregate is Disaggregate.AUTO:
         local = Weighed(answering, Part.LOCAL, rows, prompt)

@@ -108,6 +108,19 @@ def test_below_the_threshold_too_load_wins_before_the_engine_of_a_hot_prefix_dro
     assert max(loads) < 40
 
 
+@pytest.mark.parametrize("broken", [(), (("p0", "d0"),)])
+def test_a_small_prompt_misses_no_prefill_engine(broken: tuple[tuple[str, str], ...]) -> None:
+    deployment = fleet("p0", "d0", policy=SMALL_ALWAYS, broken_pairs=broken)
+    if not broken:
+        deployment.prefill[0].failed(0.0, hangs=True)
+    for tokens, reason, fallback in (
+        (511, BELOW, False),
+        (512, Reason.PAIRS_BROKEN if broken else Reason.PREFILL_UNAVAILABLE, True),
+    ):
+        choice = choose(deployment, now=0.0, prompt=asked(deployment, tokens))
+        assert (chosen(choice), choice.reason, choice.fallback) == ((None, "d0"), reason, fallback)
+
+
 def test_who_holds_the_kv_already_is_not_asked_again() -> None:
     """Decode broke after prefill: nothing is computed anew because that would be cheaper."""
     deployment = fleet("p0", "d0", "d1", policy=SMALL)
