@@ -37,6 +37,26 @@ class Templates(NamedTuple):
 
 
 _decode = msgspec.json.decode
+_parts = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_encode = msgspec.json.encode
+HOW_TO_ANSWER = frozenset(
+    ("model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "n", "best_of",
+     "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_sequences", "stop_token_ids", "ignore_eos", "logprobs",
+     "top_logprobs", "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty", "parallel_tool_calls", "user",
+     "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_salt", "request_id", "priority")
+)  # fmt: skip
+"""Fields of which no prompt is made."""
+
+
+def made_of(body: bytes) -> bytes:
+    """What makes a prompt: of two bodies for which this is the same the ids are the same too. Raises `Unknown`."""
+    try:
+        fields = _parts.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise Unknown("no JSON object") from None
+    for name in HOW_TO_ANSWER.intersection(fields):
+        del fields[name]
+    return _encode(fields)
 
 
 def read_body(body: bytes) -> Body:

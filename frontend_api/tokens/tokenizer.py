@@ -26,7 +26,7 @@ from frontend_api.tokens.segments import Ids, Segments
 
 __all__ = ["Slow", "Tokenizer", "TokenizerUnusable"]
 CACHE_BYTES = 64 << 20
-"""Texts and ids kept per model, unless said otherwise: three quarters of segments, the rest of whole bodies."""
+"""Texts and ids kept per model, unless said otherwise: three quarters of segments, the rest of whole prompts."""
 AT_ONCE_CHARACTERS = 4_096
 """Text that is tokenised at once although it is not cached: about a millisecond."""
 MOST_BYTES = 8 << 20
@@ -54,7 +54,7 @@ class Tokenizer:
         self._tokenizer, self._templates = model_folder.read(folder)
         self._segments = Segments(self._tokenizer, cache_bytes - cache_bytes // 4)
         self._asked: Kept[tuple[str, bytes]] = Kept(cache_bytes // 4)
-        """Ids of whole bodies, by path and digest: who asks the same again needs no template."""
+        """Ids of whole prompts, by path and digest of what they are made of: who asks the same again needs no template."""
         self._timeless = not any(t.names("strftime_now") for t in self._templates or ())
         self._around = _around(self._tokenizer)
         self._readers = self._make_readers()
@@ -85,11 +85,11 @@ class Tokenizer:
             return None
         if len(body) > AT_ONCE_BYTES:
             return Slow(lambda: self.token_ids(endpoint, body))
-        key = endpoint.path, xxh3_128_digest(body)
-        ids = self._asked.get(key)
-        if ids is not None:
-            return ids
         try:
+            key = endpoint.path, xxh3_128_digest(prompts.made_of(body))
+            ids = self._asked.get(key)
+            if ids is not None:
+                return ids
             prompt = self._prompt(endpoint.shape, body)
             if isinstance(prompt, array):
                 return prompt

@@ -13,6 +13,7 @@ import pytest
 from frontend_api.formats.openai import ENDPOINTS
 from frontend_api.tokens import chat_template
 from frontend_api.tokens.model_folder import TokenizerUnusable
+from frontend_api.tokens.prompts import HOW_TO_ANSWER
 from frontend_api.tokens.tokenizer import AT_ONCE_CHARACTERS, MOST_BYTES, Slow, Tokenizer
 from tests.frontend_api.tiny_model import CHATML, EVERYTHING, tiny_tokenizer, write_model
 
@@ -413,6 +414,37 @@ def test_a_body_that_is_asked_again_is_known_whole_and_by_its_path(folder: Path)
     assert tokenizer.at_once(CHAT, body(messages=[SYSTEM, USER])) == tokenizer.token_ids(
         CHAT, body(messages=[SYSTEM, USER])
     )
+
+
+ASKED = [
+    (CHAT, {"messages": [SYSTEM, USER, ANSWER, USER]}),
+    (CHAT, {"messages": [USER], "tools": [{"type": "function", "function": {"name": "f"}}], "reasoning_effort": "low"}),
+    (TEXT, {"prompt": "What is the weather?"}),
+    (TEXT, {"prompt": [1, 2, 3]}),
+    (RESPONSES, {"input": "What is the weather?", "instructions": "Be brief.", "reasoning": {"effort": "low"}}),
+    (MESSAGES, {"messages": [USER], "system": "Be brief.", "thinking": {"type": "disabled"}}),
+]
+
+
+@pytest.mark.parametrize(("endpoint", "fields"), ASKED)
+@pytest.mark.parametrize("value", [None, True, 7, "text", ["a"], {"a": 1}])
+def test_how_to_answer_is_no_matter(tokenizer: Tokenizer, endpoint: Any, fields: dict[str, Any], value: Any) -> None:
+    ids = tokenizer.token_ids(endpoint, body(**fields))
+    assert ids is not None
+    for name in HOW_TO_ANSWER:
+        asked = body(**{**fields, name: value})
+        assert tokenizer.token_ids(endpoint, asked) == ids == tokenizer.at_once(endpoint, asked), name
+
+
+def test_a_prompt_that_is_asked_again_is_known_however_it_is_to_be_answered(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    ids = tokenizer.at_once(CHAT, body(messages=[USER], seed=1))
+    assert ids is not None
+    bytes_before = tokenizer.cached_bytes
+    assert tokenizer.at_once(CHAT, body(temperature=0.5, messages=[USER], seed=2, stream=True)) is ids
+    assert tokenizer.cached_bytes == bytes_before
+    other = tokenizer.at_once(CHAT, body(messages=[USER], seed=1, add_generation_prompt=False))
+    assert other == array("I", whole(TURN)) != ids
 
 
 def test_a_template_that_tells_the_time_is_rendered_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
