@@ -9,9 +9,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 
-from msgspec import Raw
-
-from frontend_api.kv import wire
 from frontend_api.kv.debt import Debt
 from frontend_api.kv.index import DEVICE, FULL_ATTENTION, Index
 from frontend_api.kv.knowledge import Bound, Knowledge, Saved, Trouble
@@ -154,14 +151,13 @@ class Contents:
 
     # ---- the events of a batch
 
-    def apply(self, events: Sequence[Raw], now: float) -> None:
-        for data in events:
-            try:
-                event = wire.event(data)
-            except wire.UNREADABLE:
+    def apply(self, events: Sequence[Event | None], now: float) -> None:
+        """None: an event that is not understood."""
+        for event in events:
+            if event is None:
                 self.unread()
-                continue
-            self._event(event, now)
+            else:
+                self._event(event, now)
         own = self._debt.own
         if own is not None:
             if self.bounds or self.index.has(self.holder, own):
@@ -170,9 +166,9 @@ class Contents:
                 self._debt.unpaid(now)
 
     def _event(self, event: Event, now: float) -> None:
-        if isinstance(event, Stored | StoredRow):
+        if isinstance(event, (Stored, StoredRow)):  # compiled code makes a union anew each time
             self._store(event, now)
-        elif isinstance(event, Removed | RemovedRow):
+        elif isinstance(event, (Removed, RemovedRow)):
             self._remove(event)
         else:  # nothing is cached any more, so nothing is unknown
             self.index.clear(self.holder)

@@ -219,7 +219,9 @@ class Index:
         put = blocks.put
         if extra is not None and not any(extra):
             extra = None
-        for number, (engine_hash, (block,)) in enumerate(zip(hashes, iter_unpack(f"{step}s", data), strict=True)):
+        pieces = [data] if len(hashes) == 1 else [piece for (piece,) in iter_unpack(f"{step}s", data)]
+        for number, block in enumerate(pieces):
+            engine_hash = hashes[number]
             if extra is not None and number < len(extra) and (keys := extra[number]):
                 if lora is not None and keys[0] == lora:
                     keys = keys[1:]

@@ -62,9 +62,10 @@ class Names:
         """Remove it. Returns what it was."""
         number = self._bucket(key)
         keys = self._keys[number]
-        if key not in keys:
+        try:
+            at = keys.index(key)
+        except ValueError:
             return None
-        at = keys.index(key)
         del keys[at]
         self._size -= 1
         return self._values[number].pop(at)

@@ -282,13 +282,13 @@ class Rank:
         self._last = xxh3_128_digest(payload)
         self.batches += 1
         try:
-            batch = wire.batch(payload)
+            events, source = wire.batch(payload)
         except wire.UNREADABLE:
             self.contents.unread()
             return
-        if batch.data_parallel_rank is not None:
+        if source is not None:
             if self._source is None:
-                self._source = batch.data_parallel_rank
-            elif self._source != batch.data_parallel_rank:
+                self._source = source
+            elif self._source != source:
                 self._trouble.setdefault(Trouble.AMBIGUOUS, now)
-        self.contents.apply(batch.events, now)
+        self.contents.apply(events, now)

@@ -6,6 +6,7 @@ Unknown fields and positions after the last known one are passed over; block has
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -67,12 +68,21 @@ class ClearedRow(Struct, tag="AllBlocksCleared", array_like=True):
 
 
 class Batch(Struct, array_like=True):
+    """Of maps, all of them understood: what an engine of today sends."""
+
+    ts: float
+    events: list[Stored | Removed | Cleared]
+    data_parallel_rank: int | None = None
+
+
+class AnyBatch(Struct, array_like=True):
     ts: float
     events: list[Raw]
     data_parallel_rank: int | None = None
 
 
 _batch = msgspec.msgpack.Decoder(Batch)
+_any = msgspec.msgpack.Decoder(AnyBatch)
 _map = msgspec.msgpack.Decoder(Stored | Removed | Cleared)
 _row = msgspec.msgpack.Decoder(StoredRow | RemovedRow | ClearedRow)
 
@@ -83,13 +93,21 @@ UNREADABLE = (msgspec.MsgspecError, RecursionError)
 Event = Stored | Removed | Cleared | StoredRow | RemovedRow | ClearedRow
 
 
-def batch(payload: bytes) -> Batch:
-    """Raises `UNREADABLE` for what is none."""
-    return _batch.decode(payload)
+def batch(payload: bytes) -> tuple[Sequence[Event | None], int | None]:
+    """The events of a batch, None for each that is not understood, and the rank that sends it. Raises `UNREADABLE` for what is
+    no batch."""
+    try:
+        known = _batch.decode(payload)
+    except UNREADABLE:
+        others = _any.decode(payload)
+        return [_event(data) for data in others.events], others.data_parallel_rank
+    return known.events, known.data_parallel_rank
 
 
-def event(data: Raw) -> Event:
-    """One event of a batch. Raises `UNREADABLE` for one that is not understood."""
+def _event(data: Raw) -> Event | None:
     first = memoryview(data)[0]
     is_map = first & 0xF0 == 0x80 or first in (0xDE, 0xDF)
-    return _map.decode(data) if is_map else _row.decode(data)
+    try:
+        return _map.decode(data) if is_map else _row.decode(data)
+    except UNREADABLE:
+        return None
