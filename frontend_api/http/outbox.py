@@ -18,6 +18,8 @@ class Outbox:
     """The writes to one kind of peer. Whoever closes a transport gracefully calls `flush` before."""
 
     def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Asked for once: Python 3.11 makes a system call of each `get_running_loop`."""
         self._held: list[tuple[asyncio.Transport, bytes]] = []
         self._holds = False
         """Something was written, and whether more comes is not known yet."""
@@ -28,7 +30,9 @@ class Outbox:
         if not self._holds:
             self._holds = True
             self._seen = 0
-            asyncio.get_running_loop().call_soon(self._end)
+            if self._loop is None:
+                self._loop = asyncio.get_running_loop()
+            self._loop.call_soon(self._end)
         elif len(data) < LARGE:
             self._held.append((transport, data))
             return
@@ -47,7 +51,8 @@ class Outbox:
         held = len(self._held)
         if self._seen < held < ENOUGH:
             self._seen = held
-            asyncio.get_running_loop().call_soon(self._end)
+            assert self._loop is not None
+            self._loop.call_soon(self._end)
             return
         self._holds = False
         if held:
