@@ -198,7 +198,7 @@ class EngineRun:
             sweep(self.folder.resolve())
             if isinstance(error, OSError):
                 self._end(
-                    f"The node's state folder cannot be used: {error.strerror}. Make room for {self._records.root}."
+                    f"The node cannot write {error.filename or self._records.root}: {error.strerror}. Make room for it."
                 )
             else:
                 self._end(f"The agent failed at it: {type(error).__name__}; see the agent's log.")

@@ -248,6 +248,18 @@ def test_the_start_time_is_the_processs_own() -> None:
         assert stat(process.pid) is None
 
 
+def test_a_full_temporary_folder_is_named(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(prefix: str) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"/tmp/{prefix}1")
+
+    monkeypatch.setattr("tempfile.mkdtemp", full)
+    node.want(assignment("d"))
+    dead = node.until_phase("d", Phase.EXITED)
+    assert "No space left on device" in dead.detail
+    assert "/tmp/tandem-engine-1" in dead.detail
+    assert str(node.folder) not in dead.detail, "there is room"
+
+
 def test_a_full_disk_is_a_sentence_and_the_report_still_goes(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     (seen,) = up(node, assignment("d"))
 
@@ -260,6 +272,7 @@ def test_a_full_disk_is_a_sentence_and_the_report_still_goes(node: Node, monkeyp
     node.want(kept, assignment("e"))
     dead = node.until_phase("e", Phase.EXITED)
     assert "No space left on device" in dead.detail
+    assert str(node.folder) in dead.detail
     assert running(seen.pid)
     assert node.mailbox.reports[-1].plan_generation == node.generation
     node.want(msgspec.structs.replace(kept, peers=(Peer("p", 1, "http://127.0.0.1:9", "s"),)))
