@@ -45,16 +45,24 @@ OVERLOAD = (429, 503)
 """What an engine answers that has too much to do."""
 
 
-class Prefill(NamedTuple):
-    engine: Engine
-    fresh: bool
-    """On a new connection only."""
+class Prefill:
+    """One leg; the next too. No tuples: compiled code makes one of these in a tenth of the time."""
+
+    __slots__ = ("engine", "fresh")
+
+    def __init__(self, engine: Engine, fresh: bool) -> None:
+        self.engine = engine
+        self.fresh = fresh
+        """On a new connection only."""
 
 
-class Decode(NamedTuple):
-    engine: Engine
-    params: bytes | None
-    fresh: bool
+class Decode:
+    __slots__ = ("engine", "fresh", "params")
+
+    def __init__(self, engine: Engine, params: bytes | None, fresh: bool) -> None:
+        self.engine = engine
+        self.params = params
+        self.fresh = fresh
 
 
 class Wait(NamedTuple):
@@ -74,21 +82,27 @@ class Prefilled(NamedTuple):
     """Monotonic time of receipt."""
 
 
-class Began(NamedTuple):
+class Began:
     """A good answer is on its way to the client: its first bytes, or all of it."""
 
-    whole: bool = False
-    token: bool = True
-    """It has begun with a token: the prompt is computed. A stream of responses is announced before."""
+    __slots__ = ("token", "whole")
+
+    def __init__(self, whole: bool = False, token: bool = True) -> None:
+        self.whole = whole
+        self.token = token
+        """It has begun with a token: the prompt is computed. A stream of responses is announced before."""
 
 
-class Ended(NamedTuple):
+class Ended:
     """The relay of a begun answer is over, well or not; the client has seen it."""
 
-    steps: int = 0
-    """Tokens that came after the first …"""
-    seconds: float = 0.0
-    """… and the time they took."""
+    __slots__ = ("seconds", "steps")
+
+    def __init__(self, steps: int = 0, seconds: float = 0.0) -> None:
+        self.steps = steps
+        """Tokens that came after the first …"""
+        self.seconds = seconds
+        """… and the time they took."""
 
 
 class Replied(NamedTuple):

@@ -72,19 +72,24 @@ _list = msgspec.json.Decoder(list[Any])
 _encode = msgspec.json.encode
 
 
-class Ask(NamedTuple):
+class Ask:
     """What routing needs of one request."""
 
-    model: str
-    alone: Reason | None
-    """Why it must go to one engine; None: it may be disaggregated."""
-    salt: str | None = None
-    """Separates its KV from that of others."""
-    metering: bytes = b""
-    """What the answering engine's body gets besides, so that the stream ends with its counts; empty: the client asked for
-    them itself, or the endpoint has them anyway, or gives none."""
-    user: Any = None
-    metadata: Raw = ABSENT
+    __slots__ = ("alone", "metadata", "metering", "model", "salt", "user")
+
+    def __init__(
+        self, model: str, alone: Reason | None, salt: str | None, metering: bytes, user: Any, metadata: Raw
+    ) -> None:
+        self.model = model
+        self.alone = alone
+        """Why it must go to one engine; None: it may be disaggregated."""
+        self.salt = salt
+        """Separates its KV from that of others."""
+        self.metering = metering
+        """What the answering engine's body gets besides, so that the stream ends with its counts; empty: the client asked for
+        them itself, or the endpoint has them anyway, or gives none."""
+        self.user = user
+        self.metadata = metadata
 
 
 def read_request(endpoint: Endpoint, body: bytes) -> Ask:

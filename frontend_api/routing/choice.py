@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Sequence
 from math import exp, inf
 from operator import attrgetter
 from random import random
-from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -30,15 +29,27 @@ Chance = Callable[[], float]
 """Gives 0 ≤ number < 1."""
 
 
-class Choice(NamedTuple):
-    prefill: Engine | None
-    decode: Engine | None
-    """The engine that answers the client (decode or aggregated); None: nobody can."""
-    reason: Reason
-    fallback: bool = False
-    """It should have been disaggregated and is not."""
-    weighed: tuple[Weighed, ...] = ()
-    """What was weighed where tokens are known, as it was then."""
+class Choice:
+    """Where a request goes."""
+
+    __slots__ = ("decode", "fallback", "prefill", "reason", "weighed")
+
+    def __init__(
+        self,
+        prefill: Engine | None,
+        decode: Engine | None,
+        reason: Reason,
+        fallback: bool = False,
+        weighed: tuple[Weighed, ...] = (),
+    ) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        """The engine that answers the client (decode or aggregated); None: nobody can."""
+        self.reason = reason
+        self.fallback = fallback
+        """It should have been disaggregated and is not."""
+        self.weighed = weighed
+        """What was weighed where tokens are known, as it was then."""
 
     @property
     def costs(self) -> tuple[Cost, ...]:
@@ -100,14 +111,19 @@ def usable(pool: Sequence[Engine], avoid: Collection[Engine], now: float) -> Seq
     return healthy or suspect or overloaded or last
 
 
-class _Asked(NamedTuple):
+class _Asked:
     """What decides between the engines of a pool, beside these."""
 
-    mode: RoutingMode
-    temperature: float
-    prompt: Prompt | None
-    session: bytes | None
-    chance: Chance
+    __slots__ = ("chance", "mode", "prompt", "session", "temperature")
+
+    def __init__(
+        self, mode: RoutingMode, temperature: float, prompt: Prompt | None, session: bytes | None, chance: Chance
+    ) -> None:
+        self.mode = mode
+        self.temperature = temperature
+        self.prompt = prompt
+        self.session = session
+        self.chance = chance
 
 
 def choose(

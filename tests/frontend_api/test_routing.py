@@ -91,7 +91,8 @@ def test_reasons() -> None:
     assert choose(fleet("p0", "d0", policy=ROUND_ROBIN), now=0.0).reason is Reason.ROUND_ROBIN
     assert choose(fleet("a0"), now=0.0).reason is Reason.AGGREGATED
     assert choose(fleet("d0", wants_prefill=False), now=0.0).reason is Reason.NO_PREFILL_POOL
-    assert choose(fleet("d0"), now=0.0)[2:4] == (Reason.PREFILL_UNAVAILABLE, True)
+    assert (choice := choose(fleet("d0"), now=0.0)).reason is Reason.PREFILL_UNAVAILABLE
+    assert choice.fallback
     assert choose(fleet("p0"), now=0.0).reason is Reason.NO_ENGINE
     assert choose(fleet("p0"), now=0.0, alone=Reason.RELAYED).decode is not None
 

@@ -98,7 +98,8 @@ def test_both_legs_have_their_engine() -> None:
         choice = choose(deployment, now=0.0, session=session)
         assert choice.reason is Reason.AFFINITY
         pairs[session] = choice.prefill, choice.decode
-        assert choose(deployment, now=0.0, session=session)[:2] == pairs[session]
+        again = choose(deployment, now=0.0, session=session)
+        assert (again.prefill, again.decode) == pairs[session]
     assert len(set(pairs.values())) == 9
     single = fleet("p0", "d0", "d1", policy=RoutingPolicy())
     assert choose(single, now=0.0, session=b"s").reason is Reason.AFFINITY, "decode's choice was the session's"
@@ -113,7 +114,8 @@ def test_a_broken_pair_is_never_taken_for_a_session() -> None:
             assert choice.prefill is not None
             assert choice.decode is not None
             assert (choice.prefill.id, choice.decode.id) not in broken
-            assert choose(deployment, now=0.0, session=session)[:2] == choice[:2]
+            again = choose(deployment, now=0.0, session=session)
+            assert (again.prefill, again.decode) == (choice.prefill, choice.decode)
 
 
 @pytest.mark.parametrize("mode", [RoutingMode.KV, RoutingMode.KV_APPROXIMATE])
