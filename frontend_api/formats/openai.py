@@ -18,6 +18,9 @@ from frontend_api.formats.fields import ABSENT, ErrorReply, Metadata, PrefillRep
 from frontend_api.routing.reason import Reason
 
 OWNED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "data_parallel_rank")
+OWNED_ARGUMENTS = (*OWNED_FIELDS, "kv_cache_report_mode")
+"""Of `vllm_xargs`: vLLM takes the first ones as the fields themselves; with the last one blocks that a request only uses are told
+of as if they were stored once more."""
 """Body fields that only the router may send: they tell an engine whose memory to read."""
 OWNED_HEADER = b"x-data-parallel-"
 """Beginning of the request headers that choose an engine rank."""
@@ -141,9 +144,11 @@ def _check_owned(fields: RequestFields) -> None:
     for name in OWNED_FIELDS:
         if getattr(fields, name) is not UNSET:
             raise InvalidInput(f"{name}: this field is set by the router; remove it", field=name)
-        if isinstance(fields.vllm_xargs, dict) and name in fields.vllm_xargs:  # vLLM takes it as the field itself
-            where = f"vllm_xargs.{name}"
-            raise InvalidInput(f"{where}: this is set by the router; remove it", field=where)
+    if isinstance(fields.vllm_xargs, dict):
+        for name in OWNED_ARGUMENTS:
+            if name in fields.vllm_xargs:
+                where = f"vllm_xargs.{name}"
+                raise InvalidInput(f"{where}: this is set by the router; remove it", field=where)
 
 
 def _alone(endpoint: Endpoint, fields: RequestFields) -> Reason | None:

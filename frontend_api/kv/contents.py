@@ -118,7 +118,7 @@ class Contents:
             source=source,
             groups=tuple(sorted(self.holder.skipped_groups)),
             tiered=Bound.LOWER_TIER in self._bounds,
-            copied=array("Q", self._debt.copied).tobytes(),
+            copies=array("Q", self.holder.copies.elements()).tobytes(),
             keys=keys,
             values=values,
         )
@@ -134,7 +134,7 @@ class Contents:
             if self.holder is not holder:
                 return  # it is closed
         holder.skipped_groups.update(saved.groups)
-        self._debt.has_copies(array("Q", saved.copied))
+        holder.copies.update(array("Q", saved.copies))
         if saved.tiered:
             self._bounds.add(Bound.LOWER_TIER)
         self.block_size = self.block_size or saved.block_size
@@ -202,8 +202,9 @@ class Contents:
                 return
             self.block_size = event.block_size
             new = len(holder.blocks) - held
-            if new < len(event.block_hashes):
-                self._debt.has_copies(index.named(holder, event.block_hashes))
+            again = len(event.block_hashes) - new
+            if again and not holder.forgot:  # the first ones: no block is there without those before it
+                holder.copied(event.block_hashes[:again])
             if self._knowledge is Knowledge.PARTIAL:
                 self._stored += new
                 self._turn_over()
@@ -216,11 +217,12 @@ class Contents:
             index.left_out("other-group")
         else:
             held = len(holder.blocks)
-            index.removed(holder, event.block_hashes)
+            ended = holder.last(event.block_hashes)
+            index.removed(holder, ended)
             if self._knowledge is Knowledge.PARTIAL:
                 gone = held - len(holder.blocks)
                 self._removed += gone
-                if gone < len(event.block_hashes):
+                if gone < len(ended):
                     self._stored, self._removed = 0, min(self._removed, 0)
                 self._turn_over()
 

@@ -7,7 +7,7 @@ that to itself while tokens that it has guessed (MTP) may change the prompt's en
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 OWED_SECONDS = 10.0
 """From a computed prompt to the events that must tell of it; and from others that come then to the verdict. What is only late
@@ -16,8 +16,6 @@ HELD_SECONDS = 600.0
 """For which it is held against an engine that others came instead."""
 SENT_SECONDS = 60.0
 """After which another sample is taken, if nobody says that this one was computed."""
-COPIED = 4_096
-"""Blocks of a generation that an engine may have a copy of."""
 
 
 def owed(lacking: Sequence[int]) -> int | None:
@@ -28,7 +26,7 @@ def owed(lacking: Sequence[int]) -> int | None:
 class Debt:
     """Of one engine, whose ranks share it: any of them may compute a prompt. Times are monotonic."""
 
-    __slots__ = ("_copied", "_copied_before", "_failed_at", "_others_at", "_sent_at", "_since", "own")
+    __slots__ = ("_failed_at", "_others_at", "_sent_at", "_since", "own")
 
     def __init__(self) -> None:
         self.own: int | None = None
@@ -37,24 +35,9 @@ class Debt:
         self._since: float | None = None
         self._others_at: float | None = None
         self._failed_at: float | None = None
-        self._copied: set[int] = set()
-        self._copied_before: set[int] = set()
-
-    @property
-    def copied(self) -> set[int]:
-        return self._copied | self._copied_before
-
-    def has_copies(self, blocks: Iterable[int]) -> None:
-        """It has told of these before, and may keep each twice. It tells of the end of either, and of none computed anew while
-        one is left. Those of long ago are forgotten."""
-        if len(self._copied) > COPIED:
-            self._copied_before, self._copied = self._copied, set()
-        self._copied.update(blocks)
 
     def sent(self, own: int, now: float) -> None:
         """A prompt with this block is on its way, which the engine does not have yet, as far as it has told."""
-        if own in self._copied or own in self._copied_before:
-            return
         if self.own is None or (self._since is None and now - self._sent_at > SENT_SECONDS):
             self.own, self._sent_at, self._since = own, now, None
 
@@ -84,7 +67,6 @@ class Debt:
         """It is another process now."""
         self.paid()
         self._failed_at = None
-        self._copied, self._copied_before = set(), set()
 
     def overdue(self, now: float) -> bool:
         return self._since is not None and now - self._since > OWED_SECONDS

@@ -80,15 +80,36 @@ def _key(engine_hash: int | bytes) -> int:
 class Holder:
     """One source of KV: an engine's rank, or what was sent to an engine."""
 
-    __slots__ = ("bit", "blocks", "forgot", "skipped_groups")
+    __slots__ = ("bit", "blocks", "copies", "forgot", "skipped_groups")
 
     def __init__(self, bit: int) -> None:
         self.bit = bit
         self.blocks = Names()
         """The engine's hash (cut) -> own hash."""
+        self.copies: Counter[int] = Counter()
+        """By the engine's hash (cut): how often it has a block besides. vLLM keeps both of two that come at once, as pulls of one
+        prompt do, and tells of the end of each."""
         self.forgot = False
         """The index's own limit has cost it blocks. Whoever has taken note of it sets it back."""
         self.skipped_groups: set[int] = set()
+
+    def copied(self, hashes: Sequence[int | bytes]) -> None:
+        """It was told of blocks that it has."""
+        self.copies.update(map(_key, hashes))
+
+    def last(self, hashes: Sequence[int | bytes]) -> Sequence[int | bytes]:
+        """Those of the blocks of which there is no other copy; the others have one less."""
+        if not self.copies:
+            return hashes
+        return [engine_hash for engine_hash in hashes if not self._uncopied(_key(engine_hash))]
+
+    def _uncopied(self, key: int) -> bool:
+        count = self.copies.get(key, 0)
+        if count > 1:
+            self.copies[key] = count - 1
+        elif count:
+            del self.copies[key]
+        return count > 0
 
 
 class Index:
@@ -128,6 +149,7 @@ class Index:
     def clear(self, holder: Holder) -> None:
         """Forget all its blocks at once; their memory comes back by `sweep`."""
         holder.skipped_groups.clear()
+        holder.copies.clear()
         holder.forgot = False
         if holder.blocks:
             self._alive &= ~holder.bit
@@ -196,8 +218,7 @@ class Index:
     ) -> str | None:
         """A run of blocks, one after the other. Returns why the run was not taken.
 
-        A block that is known already only becomes young again: vLLM reports reused blocks so if a client asks for it, and one
-        removal ends them. Where two copies of a block lay there, the second one is thereby forgotten too early.
+        A block that is known already only becomes young again.
         """
         if block_size < 1 or len(tokens) != len(hashes) * block_size:
             return self.left_out("mismatched")  # vllm#44451
@@ -265,11 +286,6 @@ class Index:
             else:
                 self._unmark(own, bit)
                 self.counts["removed"] += 1
-
-    def named(self, holder: Holder, hashes: Iterable[int | bytes]) -> list[int]:
-        """The own hashes of an engine's blocks, as far as they are known."""
-        found = (holder.blocks.get(_key(engine_hash)) for engine_hash in hashes)
-        return [own for own in found if own is not None]
 
     def hold(self, holder: Holder, own: int) -> None:
         """A block by its own hash, for those who know no engine's hash."""

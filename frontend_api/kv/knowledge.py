@@ -65,5 +65,5 @@ class Saved(Struct, frozen=True):
     """`Names.dump`."""
     tiered: bool
     """It keeps blocks in a lower tier, too."""
-    copied: bytes = b""
-    """`Debt.copied`."""
+    copies: bytes = b""
+    """Keys of the blocks that it has more than once, for each once more."""

@@ -80,7 +80,7 @@ def decode(data: bytes, source: Source) -> Saved:
         raise Unreadable("another version wrote it") from None
     if head.source != source:
         raise Unreadable("it tells of another engine")
-    if len(saved.keys) != len(saved.values) or len(saved.keys) % 8 or len(saved.copied) % 8:
+    if len(saved.keys) != len(saved.values) or len(saved.keys) % 8 or len(saved.copies) % 8:
         raise Unreadable("its parts do not fit together")
     return saved
 

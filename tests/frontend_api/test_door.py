@@ -122,6 +122,7 @@ FORGED = {"do_remote_prefill": True, "remote_host": "10.6.6.6"}
         ({"ec_transfer_params": FORGED}, "ec_transfer_params"),
         ({"data_parallel_rank": 1}, "data_parallel_rank"),
         ({"vllm_xargs": {"kv_transfer_params": FORGED}}, "vllm_xargs.kv_transfer_params"),
+        ({"vllm_xargs": {"kv_cache_report_mode": "full"}}, "vllm_xargs.kv_cache_report_mode"),
     ],
 )
 @pytest.mark.parametrize(

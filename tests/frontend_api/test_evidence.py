@@ -243,8 +243,8 @@ def test_what_comes_late_and_in_order_is_not_missing() -> None:
     assert fleet.standing() == (State.EXACT, {})
 
 
-def test_a_block_of_which_the_engine_may_have_another_copy_is_not_owed() -> None:
-    """vLLM keeps two of a block that it was sent twice at once, tells of the end of each, and finds the one that is left."""
+def test_a_block_of_which_the_engine_has_another_copy_is_not_owed() -> None:
+    """vLLM keeps both of two that came at once, and tells of the end of each."""
     fleet = Fleet("a1")
     fleet.answer()
     (rank,) = fleet.ranks("a1")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frontend_api.kv.contents import Contents
-from frontend_api.kv.debt import COPIED, OWED_SECONDS, Debt
+from frontend_api.kv.debt import OWED_SECONDS, Debt
 from frontend_api.kv.index import Index, chain
 from frontend_api.kv.knowledge import Bound, Knowledge, Trouble
 from frontend_api.kv.sequence import Rank
@@ -76,22 +76,39 @@ def test_of_several_ranks_any_may_pay_what_the_engine_owes() -> None:
     assert first.trouble == second.trouble == []
 
 
-def test_the_blocks_that_it_may_have_twice_are_known_also_after_a_restart() -> None:
+def test_a_block_is_there_until_the_last_copy_of_it_is_gone() -> None:
+    """vLLM keeps a copy for each of two prompts that come at once, and tells of the end of each; so too after a restart."""
     line = ready()
-    assert line.debt.copied == set()
-    line.publish((3, batch(stored(2), stored(3))), (4, batch(stored(3))))
-    assert line.debt.copied == set(chain(array("I", [t for n in range(4) for t in tokens(n)]), SIZE)[2:])
-    assert restored(line, saved_of(line)).debt.copied == line.debt.copied
-    line.debt.forgive()
-    assert line.debt.copied == set()
+    line.publish((3, batch(stored(2), stored(3))), (4, batch(stored(3))), (5, batch(stored(2), stored(3))))
+    late = restored(line, saved_of(line))
+    late.replay()
+    for each in (line, late):
+        for number, depth in ((6, 4), (7, 4), (8, 3)):
+            each.live((number, batch(removed(3))))
+            assert each.depth == depth
+        each.live((9, batch(removed(2))), (10, batch(removed(2))))
+        assert each.depth == 3
+        each.live((11, batch(removed(2))))
+        assert each.state == (Knowledge.COMPLETE, 2, [])
+        assert not each.index.counts["unknown"]
+        assert each.rank.contents.holder.copies == {}
 
 
-def test_no_end_of_blocks_that_it_may_have_twice_is_kept() -> None:
-    debt = Debt()
-    for first in range(0, 5 * COPIED, 64):
-        debt.has_copies(range(first, first + 64))
-        assert {first + 63, max(first - COPIED, 0)} <= debt.copied
-        assert len(debt.copied) <= 2 * (COPIED + 64)
+def test_copies_go_with_all_else() -> None:
+    line = ready()
+    line.publish(*((number, batch(stored(2))) for number in (3, 4)))
+    line.publish((5, batch({"type": "AllBlocksCleared"})), (6, batch(stored(0), stored(1), stored(2))))
+    line.publish((7, batch(removed(2))))
+    assert line.depth == 2
+
+
+def test_what_the_own_limit_takes_makes_no_copies() -> None:
+    line = Line(limit=3)
+    line.replay()
+    line.publish(*run(0, 2))
+    event = stored(0, block_hashes=[201, 202], token_ids=[7] * 2 * SIZE)
+    line.publish((3, batch(event)))
+    assert line.rank.contents.holder.copies == {}
 
 
 def one(number: int) -> dict[str, Any]:
