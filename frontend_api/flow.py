@@ -322,8 +322,9 @@ class Serving:
             self.legs += 1
             outcome = yield Decode(engine, None, self.fresh)
             if isinstance(outcome, Began):
+                in_background = self.alone is Reason.BACKGROUND  # it is answered as soon as it is queued
                 engine.answered()
-                reader.read(learn=outcome.token and not outcome.whole, announced=not outcome.token)
+                reader.read(learn=outcome.token and not outcome.whole, announced=not outcome.token or in_background)
                 if not outcome.whole:
                     self._ended(engine, outcome, (yield None))
                 self.verdict = None

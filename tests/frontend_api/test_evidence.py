@@ -19,6 +19,7 @@ from frontend_api.kv.evidence import Cache, Evidence, State, source
 from frontend_api.kv.index import Index, chain
 from frontend_api.kv.predict import COMPUTED_SECONDS, MOST, SENT_SECONDS, Predicted
 from frontend_api.kv.sequence import END, Rank
+from frontend_api.routing.reason import Reason
 from frontend_api.routing.view import Engine, View
 
 SIZE = 16
@@ -91,10 +92,10 @@ class Fleet:
     def overlap(self, tokens: array[int]) -> dict[str, int]:
         return {engine.id: held for engine, held in self.cache.prompt(tokens, None).overlap.items()}
 
-    def serve(self, tokens: array[int]) -> tuple[Flow, Engine]:
+    def serve(self, tokens: array[int], alone: Reason | None = None) -> tuple[Flow, Engine]:
         """A request, up to its leg."""
         deployment = self.view.deployments["m"]
-        flow = Serving(deployment, None, Trace(), lambda: self.now, self.cache.prompt(tokens, None)).steps()
+        flow = Serving(deployment, alone, Trace(), lambda: self.now, self.cache.prompt(tokens, None)).steps()
         step = next(flow)
         assert isinstance(step, Decode)
         return flow, step.engine
@@ -226,6 +227,17 @@ def test_a_prompt_whose_answer_is_only_announced_is_not_computed_yet() -> None:
         flow.send(Ended(7, 0.1))
     fleet.pass_time(OWED_SECONDS + 1.0)
     assert fleet.standing() == (State.DEGRADED, {"a1": "kv_events_not_observed"})
+
+
+def test_a_prompt_that_is_answered_before_it_is_computed_proves_nothing() -> None:
+    fleet = Fleet("a1", replay="")
+    (rank,) = fleet.ranks("a1")
+    rank.live(0, batch(stored(prompt(9))), fleet.now)
+    flow, _ = fleet.serve(prompt(1), Reason.BACKGROUND)
+    with pytest.raises(StopIteration):
+        flow.send(Began(whole=True))
+    fleet.pass_time(OWED_SECONDS + 1.0)
+    assert fleet.standing() == (State.EXACT, {})
 
 
 def test_what_comes_late_and_in_order_is_not_missing() -> None:
