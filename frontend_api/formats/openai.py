@@ -18,10 +18,10 @@ from frontend_api.formats.fields import ABSENT, ErrorReply, Metadata, PrefillRep
 from frontend_api.routing.reason import Reason
 
 OWNED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "data_parallel_rank")
+"""Body fields that only the router may send: they tell an engine whose memory to read."""
 OWNED_ARGUMENTS = (*OWNED_FIELDS, "kv_cache_report_mode")
 """Of `vllm_xargs`: vLLM takes the first ones as the fields themselves; with the last one blocks that a request only uses are told
 of as if they were stored once more."""
-"""Body fields that only the router may send: they tell an engine whose memory to read."""
 OWNED_HEADER = b"x-data-parallel-"
 """Beginning of the request headers that choose an engine rank."""
 
