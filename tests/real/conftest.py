@@ -106,7 +106,7 @@ def site(runtime: EngineRuntime, model_path: Path, tmp_path_factory: pytest.Temp
         for engine in engines:
             engine.await_ready()
         prefill, decode, aggregated = engines
-        with router(prefill, decode, folder) as (url, _):
+        with router(snapshot(prefill, decode), folder) as (url, _):
             yield Site(prefill, decode, aggregated, url)
     finally:
         for engine in engines:
@@ -114,11 +114,11 @@ def site(runtime: EngineRuntime, model_path: Path, tmp_path_factory: pytest.Temp
 
 
 @contextmanager
-def router(prefill: RealEngine, decode: RealEngine, folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """One for these engines, in a process of its own. Gives its address."""
+def router(engines: FleetSnapshot, folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """One for these engines: its address and its process."""
     fleet = folder / "fleet.json"
     fleet.touch(mode=0o600)
-    fleet.write_bytes(encode(snapshot(prefill, decode)))
+    fleet.write_bytes(encode(engines))
     port = free_port()
     argv = [sys.executable, "-m", "frontend_api", "--fleet", str(fleet), "--no-auth", "--port", str(port)]
     with (folder / "router.log").open("wb") as log:

@@ -24,7 +24,7 @@ import httpx
 from frontend_api.flow import LEASE_SECONDS
 from tests.contract.exchange import AFTER_EXPIRY, EXPIRED, FAILED
 from tests.contract.pair import EnginePair
-from tests.real.conftest import Site, router
+from tests.real.conftest import Site, router, snapshot
 from tests.real.test_answers import ask, chat, long_text
 
 ABORTS = 100
@@ -157,7 +157,7 @@ def test_a_killed_router_leaves_no_kv_behind(site: Site, pair: EnginePair, tmp_p
     dice = random.Random(4)
     with nothing_stays_behind(site, pair):
         for _ in range(5):
-            with router(site.prefill, site.decode, tmp_path) as (url, process):
+            with router(snapshot(site.prefill, site.decode), tmp_path) as (url, process):
                 held = []
                 for _ in range(AT_ONCE):
                     held.append(begin(url, dice.choice((20, 120))))

@@ -4,12 +4,8 @@ gets what the agent makes of model and options has the engine's ids. Runs before
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +19,8 @@ from controlplane.fleet.wire import (
     RoutingPolicy,
     SnapshotDeployment,
     SnapshotEngine,
-    encode,
 )
-from tests.conftest import free_port
-from tests.real.conftest import await_router
+from tests.real.conftest import router
 from tests.real.engines import ADDRESS, BLOCK_SIZE, KEY, MODEL, RealEngine
 from tests.real.prompt_cases import KNOWN, TEXT_TEMPLATE
 from workers import tokenizer_folder
@@ -60,9 +54,7 @@ def engine(
         one.stop()
 
 
-@contextmanager
-def router(engine: RealEngine, tokenizer: Path, folder: Path) -> Iterator[str]:
-    """Its URL."""
+def snapshot(engine: RealEngine, tokenizer: Path) -> FleetSnapshot:
     spec = SnapshotEngine(
         id="a0", name="aggregated-0", attempt=1, role=Role.AGGREGATED, url=engine.url, secret=KEY,
         events=f"tcp://{ADDRESS}:{engine.ports.events}", replay=f"tcp://{ADDRESS}:{engine.ports.replay}",
@@ -74,20 +66,7 @@ def router(engine: RealEngine, tokenizer: Path, folder: Path) -> Iterator[str]:
         engines=(spec,),
         tokenizer=str(tokenizer),
     )
-    fleet = folder / "fleet.json"
-    fleet.touch(mode=0o600)
-    fleet.write_bytes(encode(FleetSnapshot(version=1, deployments=(deployment,))))
-    port = free_port()
-    argv = [sys.executable, "-m", "frontend_api", "--fleet", str(fleet), "--no-auth", "--port", str(port)]
-    with (folder / "router.log").open("wb") as log:
-        process = subprocess.Popen([*argv, "--host", ADDRESS], env=os.environ, stdout=log, stderr=log)
-    try:
-        url = f"http://{ADDRESS}:{port}"
-        await_router(url, process, folder / "router.log")
-        yield url
-    finally:
-        process.terminate()
-        process.wait(30)
+    return FleetSnapshot(version=1, deployments=(deployment,))
 
 
 def await_metrics(url: str, holds: Callable[[str], bool]) -> str:
@@ -101,7 +80,7 @@ def await_metrics(url: str, holds: Callable[[str], bool]) -> str:
 
 
 def test_the_models_own_template_is_found_wrong(engine: RealEngine, model_path: Path, tmp_path: Path) -> None:
-    with router(engine, model_path, tmp_path) as url:
+    with router(snapshot(engine, model_path), tmp_path) as (url, _):
         text = await_metrics(url, lambda text: 'outcome="mismatch"} 1' in text)
         assert f'tandem_router_kv_state{{deployment="{MODEL}",state="degraded"}} 1' in text
         assert f'kv_trouble{{deployment="{MODEL}",engine="a0",why="tokenization_mismatch"}} 1' in text
@@ -119,7 +98,7 @@ def test_what_the_agent_makes_of_the_options_is_the_engines(
         model_path, arguments, runtime=runtime, cache=tmp_path, progress=lambda sentence, done: None
     )
     assert read.digest
-    with router(engine, read.folder, tmp_path) as url:
+    with router(snapshot(engine, read.folder), tmp_path) as (url, _):
         text = await_metrics(url, lambda text: 'outcome="same"} 1' in text)
         assert f'tandem_router_kv_state{{deployment="{MODEL}",state="exact"}} 1' in text
         body = {"model": MODEL, "messages": [{"role": "user", "content": TEXT}], "max_tokens": 1}
