@@ -19,7 +19,7 @@ from frontend_api.formats import openai
 from frontend_api.formats.openai import Ask, Endpoint, Problem
 from frontend_api.http.reading import Request
 from frontend_api.http.server import ClientConnection
-from frontend_api.http.upstream import Broken, Leg
+from frontend_api.http.upstream import CONNECT_SECONDS, Broken, Leg, accepts_connections
 from frontend_api.kv.evidence import Cache, Prompt, Standing
 from frontend_api.legs import AnswerLeg, PrefillLeg
 from frontend_api.limits import answers, charges
@@ -28,7 +28,7 @@ from frontend_api.limits.use import Hold
 from frontend_api.observe import explain
 from frontend_api.observe.account import Account
 from frontend_api.observe.decisions import Kept
-from frontend_api.routing.view import Deployment
+from frontend_api.routing.view import Deployment, Engine
 from frontend_api.routing.waiting import Place
 from frontend_api.tokens import lanes
 
@@ -71,7 +71,7 @@ class Exchange:
         self.held_back = False
         """The client was slow at some time: the stream's pace is not the engine's."""
         self._over = False
-        self._work: asyncio.Future[array[int] | None] | None = None
+        self._work: asyncio.Future[array[int] | None] | asyncio.Future[bool] | None = None
         watched = self.account.began_at < router.decisions.watched_until
         self._trace = flow.Trace(explain=self._explain or watched)
         self._cache: Cache | None = None
@@ -107,14 +107,19 @@ class Exchange:
             self._work.add_done_callback(self._tokenised)
 
     def _tokenised(self, work: asyncio.Future[array[int] | None]) -> None:
+        if self._goes_on(work):
+            self._route(work.result())
+
+    def _goes_on(self, work: asyncio.Future[array[int] | None] | asyncio.Future[bool]) -> bool:
+        """Whether the request does, now that this is done."""
         self._work = None
         if self._over:
-            return
+            return False
         if work.cancelled() or work.exception() is not None:
             log.error("defect in the router", exc_info=work.exception() if not work.cancelled() else None)
             self.crashed()
-        else:
-            self._route(work.result())
+            return False
+        return True
 
     def _route(self, tokens: array[int] | None) -> None:
         """Begin the flow, once the key has room for it. `tokens`: of the prompt; None: not known."""
@@ -192,11 +197,14 @@ class Exchange:
             log.exception("defect in the router")
             self.crashed()
 
-    def _start(self, step: flow.Prefill | flow.Decode) -> None:
+    def _start(self, step: flow.Prefill | flow.Decode | flow.Knock) -> None:
         self.leg = None
         if self._place is not None:
             self._stop_waiting()
         self.account.chosen()
+        if isinstance(step, flow.Knock):
+            self._knock(step.engine)
+            return
         pool = self.router.upstreams.pool(step.engine)
         body = self.request.body
         if isinstance(step, flow.Prefill):
@@ -206,6 +214,18 @@ class Exchange:
             receiver = AnswerLeg(self, step.engine)
             body = openai.answer_body(body, self._ask.metering, step.params)
         self.leg = pool.start(receiver, self._target, self._headers, body, fresh=step.fresh)
+
+    def _knock(self, engine: Engine) -> None:
+        began_at = monotonic()
+
+        def heard(work: asyncio.Future[bool]) -> None:
+            if self._goes_on(work):
+                hangs = monotonic() - began_at >= CONNECT_SECONDS
+                lost = flow.Lost(Broken.CONNECT_TIMEOUT if hangs else Broken.CONNECT, False)
+                self.advance(None if work.result() else lost)
+
+        work = self._work = asyncio.get_running_loop().create_task(accepts_connections(engine))
+        work.add_done_callback(heard)
 
     # ---- waiting for room
 

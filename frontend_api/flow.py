@@ -8,6 +8,7 @@ Retry and fallback rules live here, once:
   the lease they may point at another prompt's KV. In both cases the prompt is prefilled again.
 * An engine that answers that it has too much to do (429, 503) is left alone for a while, and another is tried.
 * Where every engine has as many requests as it may, the request waits until one may have room.
+* Where only engines are left that could not be reached, no prompt is prefilled for one that takes no connection either.
 * A prefill leg that gives no params ends in a fallback to decode alone or in an error, as the deployment's policy says.
 
 Each engine carries the request from before its connection (`carrying`); the prefill engine until decode's first byte, as
@@ -29,7 +30,7 @@ from frontend_api.routing.choice import Choice, choose, explain_costs
 from frontend_api.routing.costs import Cost, Weighed, fetched
 from frontend_api.routing.loads import Loads
 from frontend_api.routing.reason import Reason
-from frontend_api.routing.view import Deployment, Engine, carrying
+from frontend_api.routing.view import Deployment, Engine, Health, carrying
 
 LEASE_SECONDS = 30.0
 """For which a prefill engine keeps KV that nobody has fetched (vLLM 0.32). Its own clock tells the end, so ours counts from
@@ -65,6 +66,12 @@ class Decode:
         self.fresh = fresh
 
 
+class Knock(NamedTuple):
+    """See whether an engine takes a connection; the outcome is `Lost` or None."""
+
+    engine: Engine
+
+
 class Wait(NamedTuple):
     """Until there may be room."""
 
@@ -72,7 +79,7 @@ class Wait(NamedTuple):
     """For an answering engine only."""
 
 
-Step = Prefill | Decode | Wait | None
+Step = Prefill | Decode | Knock | Wait | None
 """None: nothing to start; wait for the end of the stream that has begun."""
 
 
@@ -332,6 +339,13 @@ class Serving:
         return self._gave_nothing(engine, outcome)
 
     def _two_legs(self, prefill: Engine, decode: Engine) -> Generator[Step, Outcome, bool]:
+        if decode.health is Health.DOWN:
+            self.legs += 1
+            with carrying(decode):
+                outcome = yield Knock(decode)
+            if outcome is not None:
+                return self._gave_nothing(decode, outcome)
+            decode.accepts()
         reader = Reader(prefill, self.prompt, self.clock)
         with reader, carrying(decode) as writing:  # decode is sure to be needed: count it at once
             if self._crowded(prefill, decode):

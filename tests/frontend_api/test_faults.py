@@ -100,6 +100,45 @@ async def test_the_only_engine_is_tried_although_it_failed(make_site: MakeSite) 
     assert (await ask(site.port, CHAT, PROMPT)).status == 200
 
 
+async def test_nothing_is_prefilled_while_the_only_decode_engine_is_away(make_site: MakeSite) -> None:
+    site = await make_site()
+    prefill = await site.engine("p", Role.PREFILL)
+    decode = await site.engine("d", Role.DECODE)
+    site.publish()
+    await decode.stop()
+    for _ in range(5):
+        reply = await ask(site.port, CHAT, PROMPT)
+        assert (reply.status, reply.error["code"]) == (503, "engine_unreachable")
+    assert len(prefill.heard) == 1  # of the first request, as nobody knew
+    assert [record.stranded for record in site.telemetry.records] == [1, 0, 0, 0, 0]
+    await decode.start()
+    assert (await ask(site.port, CHAT, PROMPT)).status == 200  # at once: it waits for no probe
+    assert [engine.health for engine in site.view.engines()] == [Health.UP] * 2
+    await site.settled()
+
+
+async def test_who_leaves_while_it_is_seen_whether_decode_is_back_leaves_nothing(make_site: MakeSite) -> None:
+    site = await make_site()
+    await site.engine("p", Role.PREFILL)
+    with socket.socket() as full:  # the kernel answers nobody beyond its backlog
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        url = f"http://127.0.0.1:{full.getsockname()[1]}"
+        site.add(SnapshotEngine(id="d", name="d", attempt=1, role=Role.DECODE, url=url))
+        site.publish()
+        decode = next(engine for engine in site.view.engines() if engine.id == "d")
+        decode.failed(0.0, hangs=False)
+        waiting = [await asyncio.open_connection(*full.getsockname())]
+        async with Client(site.port) as client:
+            client.post(CHAT, PROMPT)
+            await until(lambda: bool(site.router.exchanges) and decode.in_flight == 1)
+        await site.settled()
+        for _, writer in waiting:
+            writer.transport.abort()
+    assert site.engines["p"].heard == []
+    assert site.record.status == 499
+
+
 async def test_a_kept_connection_that_the_engine_closed_costs_nothing(make_site: MakeSite) -> None:
     """The engine ends idle connections just as the router uses one again: same engine, new connection."""
     site = await aggregated(make_site, answer_well)

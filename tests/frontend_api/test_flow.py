@@ -18,6 +18,7 @@ from frontend_api.flow import (
     Began,
     Decode,
     Ended,
+    Knock,
     Lost,
     NoRoom,
     Outcome,
@@ -78,7 +79,8 @@ def prefilled(clock: Clock, age: float = 0.0) -> Prefilled:
 def walk(
     deployment: Deployment, script: list[Callable[[Clock], Outcome]], alone: Reason | None = None, known: bool = False
 ) -> tuple[list[str], Any, Trace]:
-    """Play a script of outcomes. Returns the legs asked for (`p0`, `d0`, `d0+kv`, `…!` on a new connection) and the verdict."""
+    """Play a script of outcomes. Returns the legs asked for (`p0`, `d0`, `d0+kv`, `…!` on a new connection, `d0?` where it is
+    only to be seen whether it takes one) and the verdict."""
     clock, trace = Clock(), Trace()
     flow = Serving(deployment, alone, trace, clock, long_prompt(deployment) if known else None).steps()
     legs: list[str] = []
@@ -94,9 +96,9 @@ def walk(
         if step is None:
             outcome = Ended()
             continue
-        assert isinstance(step, Prefill | Decode)
+        assert isinstance(step, Prefill | Decode | Knock)
         with_kv = "+kv" if isinstance(step, Decode) and step.params else ""
-        legs.append(step.engine.id + with_kv + ("!" if step.fresh else ""))
+        legs.append(step.engine.id + ("?" if isinstance(step, Knock) else with_kv + ("!" if step.fresh else "")))
         assert load(deployment).get(step.engine.id) == 1, "load is counted before the leg begins"
         outcome = todo.pop(0)(clock)
 
@@ -170,6 +172,35 @@ def test_params_are_dropped_when_a_slow_connection_ate_the_lease() -> None:
 
     legs, _, _ = walk(fleet("p0", "d0", "d1"), [KV, late, KV, OK])
     assert legs == ["p0", "d0+kv", "p0", "d1+kv"]
+
+
+@pytest.mark.parametrize(
+    ("down", "script", "legs", "status"),
+    [
+        (("d0",), [says(REFUSED)], ["d0?"], 503),
+        (("d0",), [says(None), KV, OK], ["d0?", "p0", "d0+kv"], None),
+        (("d0", "d1"), [says(REFUSED), says(REFUSED)], ["d0?", "d1?"], 503),
+        (("d0", "d1"), [says(REFUSED), says(None), KV, OK], ["d0?", "d1?", "p0", "d1+kv"], None),
+        (("d0", "d1"), [says(None), KV, says(REFUSED), OK], ["d0?", "p0", "d0+kv", "d1+kv"], None),
+        (("d0", "d1"), [says(None), KV, says(RESET), says(REFUSED)], ["d0?", "p0", "d0+kv", "d1?"], 503),
+    ],
+)
+def test_nothing_is_prefilled_for_an_engine_that_takes_no_connection(
+    down: tuple[str, ...], script: list[Any], legs: list[str], status: int | None
+) -> None:
+    deployment = fleet("p0", *down)
+    for engine in deployment.decode:
+        engine.failed(0.0, hangs=False)
+    got, end, _ = walk(deployment, script)
+    assert got == legs
+    assert (end.status if end else None) == status
+
+
+def test_it_is_seen_only_now_and_then_whether_an_engine_that_hangs_takes_a_connection() -> None:
+    deployment = fleet("p0", "d0")
+    deployment.decode[0].failed(0.0, hangs=False)
+    assert walk(deployment, [says(Lost(Broken.CONNECT_TIMEOUT, False))])[0] == ["d0?"]
+    assert walk(deployment, [])[0] == []
 
 
 def test_fallback_is_told_with_its_cause() -> None:
@@ -416,11 +447,14 @@ def test_an_overloaded_engine_is_no_strike_and_its_refusal_is_passed_on_with_its
     st.sampled_from([RoutingPolicy(), ALWAYS, FAIL]),
     st.lists(OUTCOMES, max_size=12),
     st.booleans(),
+    st.booleans(),
 )
 def test_whatever_happens_load_returns_to_zero_and_legs_are_bounded(
-    engines: tuple[str, ...], policy: RoutingPolicy, script: list[str], known: bool
+    engines: tuple[str, ...], policy: RoutingPolicy, script: list[str], known: bool, down: bool
 ) -> None:
     deployment, clock, trace = fleet(*engines, policy=policy), Clock(), Trace()
+    for engine in deployment.decode if down else ():
+        engine.failed(0.0, hangs=False)
     flow = Serving(deployment, None, trace, clock, long_prompt(deployment) if known else None).steps()
     outcome: Outcome = None
     legs, spent = 0, False
@@ -438,6 +472,10 @@ def test_whatever_happens_load_returns_to_zero_and_legs_are_bounded(
             if word == "close":
                 flow.close()
                 break
+            if isinstance(step, Knock):
+                assert down
+                outcome = REFUSED if word == "refused" else None
+                continue
             good: Outcome = prefilled(clock) if isinstance(step, Prefill) else Began()
             outcome = {
                 "began": good, "kv": good, "nokv": Prefilled(None, clock.now) if isinstance(step, Prefill) else Began(),
