@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from itertools import islice
-from time import time
+from time import monotonic, time
 from typing import Protocol
 
 from msgspec import MsgspecError
@@ -38,8 +38,9 @@ CALL_KEYS = 500
 """In one call: more would keep Redis from others for too long."""
 RETRY_SECONDS = 0.25
 """Between two tries while Redis is away."""
-RECONNECT_SECONDS = 1.0
-"""For a call that no request waits for."""
+RECONNECT_SECONDS = 3.0
+"""For a call that no request waits for. On a new connection it takes half a dozen round trips, each a fifth of a second where
+Redis is on another continent."""
 BEAT_SECONDS = LEASE / 4
 
 
@@ -109,8 +110,9 @@ class KeyLimits:
         self.away = False
         """Redis does not answer: this process counts for itself."""
         self._routers = processes
-        self._ahead = 0.0
-        """Seconds by which the counter's clock is ahead of ours."""
+        self._ahead = time() - monotonic()
+        """Seconds by which the counter's clock, until it has spoken this machine's, is ahead of our monotonic one, which nobody
+        sets."""
 
     # ---- for requests
 
@@ -202,7 +204,7 @@ class KeyLimits:
         return self._processes if self._counter is None else max(self._processes, self._routers)
 
     def _now(self) -> float:
-        return time() + self._ahead
+        return monotonic() + self._ahead
 
     # ---- the counter
 
@@ -285,7 +287,7 @@ class KeyLimits:
         if self.away:
             log.warning("Redis is back: limits are counted there again.")
             self.away = False
-        self._ahead = reply.now - time()
+        self._ahead = reply.now - monotonic()
         self._routers = reply.routers
         second = int(reply.now)
         for part, (last, requests_now, tokens_now, *verdicts) in zip(sent, reply.lines, strict=True):

@@ -73,7 +73,7 @@ class Use:
         """Whether this process may take one more of what was left when the counter last spoke, with the others taking theirs."""
         at, requests_then, tokens_then = self.last_heard
         wait = at + SPAN + 1 - now
-        if wait > 0:
+        if 0 < wait <= SPAN + 1:  # else it is long ago, or the counter's clock was set back since
             requests, spent = self.since
             if self.caps.requests and requests + 1 > (self.caps.requests - requests_then) // share:
                 return Judged(Bound.REQUESTS, wait)

@@ -43,8 +43,8 @@ CHAT = "/v1/chat/completions"
 SECRET = "tdm-limited"
 
 
-def key(**limits: Any) -> SnapshotKey:
-    return SnapshotKey(id="k", digest=sha256(SECRET.encode()).hexdigest(), **limits)
+def key(name: str = "k", **limits: Any) -> SnapshotKey:
+    return SnapshotKey(id=name, digest=sha256(SECRET.encode()).hexdigest(), **limits)
 
 
 @pytest.fixture
@@ -412,6 +412,64 @@ async def test_what_can_never_pass_is_told_too_what_all_routers_have_used() -> N
     await limits.tell()
     requests.ask(tokens=500)
     assert [refusal and (refusal.bound, refusal.wait) for refusal in requests.answers] == [(Bound.TOKENS, 61.0)] * 3
+
+
+@pytest.mark.parametrize("step", [-3600.0, 3600.0])
+async def test_a_clock_that_is_set_neither_opens_nor_shuts_the_gate(
+    step: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the counter is away, only this machine's clock is there."""
+    far = Far()
+    limits = KeyLimits(far, patience=0.02)
+    requests = Requests(limits, requests_per_minute=6)
+    requests.ask()
+    far.answers.put_nowait(Reply(time.time(), 1, [[0, 1, 5, 0, 0.0, 1, 5]]))
+    await limits.tell()
+    requests.ask()
+    far.answers.put_nowait(RedisConnectionError("gone"))
+    await limits.tell()
+    assert requests.answers == [None] * 2
+    now = time.time
+    monkeypatch.setattr("time.time", lambda: now() + step)
+    monkeypatch.setattr("frontend_api.limits.reserve.time", time.time)
+    [requests.ask() for _ in range(8)]
+    assert requests.answers[:6] == [None] * 6
+    assert all(refusal and 0 < refusal.wait <= 61 for refusal in requests.answers[6:])
+    far.answers.put_nowait(Reply(now(), 1, [[0, 0, 0]]))
+    await limits.tell()
+    (line,) = far.calls[-1]
+    assert sum(more for _, more, _ in line.owed) == 5
+    assert all(now() - 61 < second <= now() for second, _, _ in line.owed), "else the counter would drop it"
+
+
+async def test_what_is_left_is_not_believed_of_a_counter_whose_clock_was_set_back() -> None:
+    far = Far()
+    limits = KeyLimits(far, patience=0.02)
+    one, other = Requests(limits, requests_per_minute=6), Requests(limits, requests_per_minute=6, name="other")
+    one.ask()
+    far.answers.put_nowait(Reply(1_700_000_000.5, 1, [[0, 6, 5, Bound.REQUESTS, 60.0, 6, 5]]))
+    await limits.tell()
+    other.ask()
+    far.answers.put_nowait(Reply(1_700_000_000.5 - 3600, 1, [[0, 1, 5, 0, 0.0, 1, 5]]))
+    await limits.tell()
+    other.ask()
+    far.answers.put_nowait(RedisConnectionError("gone"))
+    await limits.tell()
+    one.ask()
+    assert one.answers[1:] == [None]
+
+
+async def test_a_counter_that_is_far_away_is_reached_again() -> None:
+    far = Far()
+    limits = KeyLimits(far, patience=0.02)
+    requests = Requests(limits, requests_per_minute=9)
+    requests.ask()
+    far.answers.put_nowait(RedisConnectionError("gone"))
+    await limits.tell()
+    assert limits.away
+    asyncio.get_running_loop().call_later(1.5, far.answers.put_nowait, Reply(1_700_000_001.0, 1, [[0, 0, 0]]))
+    await limits.tell()
+    assert not limits.away
 
 
 async def test_a_client_that_leaves_while_it_waits_holds_nothing() -> None:

@@ -172,7 +172,7 @@ async def test_no_key_gets_more_than_it_may_and_none_is_locked_out(
 ) -> None:
     chance = Random(seed)
     world = World(client, chance)
-    monkeypatch.setattr(reserve, "time", lambda: world.now + OFF.get())
+    monkeypatch.setattr(reserve, "monotonic", lambda: world.now + OFF.get())
     await world.wait(0.1)
     for _ in range(200):
         router = chance.choice(world.routers)
