@@ -172,7 +172,7 @@ class Telemetry:
 
     def note_key(self, key: str, at: float) -> None:
         """A key was used. `at`: seconds since 1970."""
-        if at - self._keys_seen.get(key, 0.0) >= KEY_EVERY:
+        if not 0 <= at - self._keys_seen.get(key, 0.0) < KEY_EVERY:  # nor where the clock was set back
             self._keys_seen[key] = at
 
     # ---- to Redis
@@ -213,7 +213,7 @@ class Telemetry:
         }
         self._count_ended()
         now = time()
-        self._keys_seen = {key: at for key, at in self._keys_seen.items() if now - at < KEY_EVERY}
+        self._keys_seen = {key: at for key, at in self._keys_seen.items() if 0 <= now - at < KEY_EVERY}
         return RouterStatus(
             router=self.router,
             snapshot_version=view.version,

@@ -160,6 +160,18 @@ async def test_the_key_is_told_as_used(site: Site) -> None:
     assert set(seen) == {"k", "k-all"}
 
 
+@pytest.mark.parametrize("step", [-3600.0, 3600.0])
+async def test_it_is_told_too_when_the_clock_was_set(site: Site, step: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit(site, requests_per_minute=9)
+    await post(site)
+    now = time.time
+    for name in ("observe.account", "observe.telemetry"):
+        monkeypatch.setattr(f"frontend_api.{name}.time", lambda: now() + step)
+    await post(site)
+    status = site.telemetry.status(site.view, site.evidence)
+    assert abs(status.keys_seen["k"] - now() - step) < 30
+
+
 # ---- charges, and what is given back
 
 
