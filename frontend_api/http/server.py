@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import struct
 import sys
 import termios
 from contextlib import suppress
@@ -50,6 +51,8 @@ class Application(Protocol):
 _DEFECT = Problem(500, "internal_error", "The router failed; its log has the reason.")
 MOST_IN_TURN = 16
 """Requests of one connection that are answered at once: then all others have their turn."""
+_RESET = struct.pack("ii", 1, 0)
+"""To end a connection with a reset: what was not sent is dropped."""
 _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 
 
@@ -122,6 +125,9 @@ class ClientConnection:
         self._closing = True
         self.exchange = None
         if self._transport is not None:
+            if self.current.http10:  # there the end of the connection would pass for that of the reply
+                sock = self._transport.get_extra_info("socket")
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             self._transport.abort()
 
     def _write(self, data: bytes) -> None:

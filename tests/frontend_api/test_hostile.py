@@ -18,7 +18,7 @@ from frontend_api import flow
 from frontend_api.http.reading import MOST_FIELDS, PIECE, Limits, RequestReader
 from tests.frontend_api.client import PROMPT, Client, ask, events, request
 from tests.frontend_api.conftest import MakeSite, Site, until
-from tests.frontend_api.scripted import STREAM_HEAD, Heard, answer_well, chat_reply, chunk, framed, unary
+from tests.frontend_api.scripted import LAST, ROLE, STREAM_HEAD, Heard, answer_well, chat_reply, chunk, framed, unary
 
 CHAT = "/v1/chat/completions"
 BODY = json.dumps(PROMPT).encode()
@@ -730,6 +730,31 @@ async def test_drain_finishes_streams_and_takes_no_new_ones(make_site: MakeSite)
         assert reply.headers["connection"] == "close"
         assert await busy.closed() == b""
     await until(lambda: not site.server.connections)
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+async def test_a_stream_that_is_cut_does_not_look_whole(make_site: MakeSite, version: str) -> None:
+    """In HTTP/1.0 a stream ends with its connection: whoever stands between would take the usual end for the stream's."""
+
+    async def stalls(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + framed(ROLE) + framed(chunk("a")))
+        await asyncio.Event().wait()
+
+    site = await make_site()
+    await site.engine("a", Role.AGGREGATED, stalls)
+    site.publish()
+    async with Client(site.port) as client:
+        client.send(request(CHAT, {**PROMPT, "stream": True}, version=version))
+        await client.head()
+        site.server.stop_accepting()
+        site.server.cut_all()
+        if version == "1.0":
+            with pytest.raises(ConnectionResetError):
+                await client.reader.read()
+        else:
+            assert not (await client.closed()).endswith(LAST)
+    await site.settled()
+    assert site.record.result is Result.ABORTED
 
 
 @pytest.mark.skipif(not flow.__file__.endswith(".py"), reason="nothing can be put in place of compiled code")
