@@ -78,6 +78,8 @@ class Exchange:
         self._standing: Standing | None = None
         self._prompt: Prompt | None = None
         self._flow: flow.Flow | None = None
+        self._tokenizer = ""
+        """Whose tokens these are."""
         self._tokens: array[int] | None = None
         """Kept while it may have to wait: what the engines have of them changes."""
         self._place: Place | None = None
@@ -100,6 +102,7 @@ class Exchange:
         tokens = None
         if cache is not None and cache.tokens is not None and self.endpoint.generates:
             tokens = cache.tokens.at_once(self.endpoint, self.request.body)
+            self._tokenizer = cache.tokenizer
         if tokens is None or isinstance(tokens, array):
             self._route(tokens)
         else:
@@ -154,8 +157,7 @@ class Exchange:
         cache = self._cache
         if cache is not None:
             self._standing = self.router.decisions.standing(cache, self.account.tokenised_at)
-            if tokens is not None:
-                self._prompt = cache.prompt(tokens, self._ask.salt)
+            self._prompt = self._look_up(cache, tokens)
         router, deployment, alone = self.router, self._deployment, self._ask.alone
         queued = False
         if deployment.routing.max_in_flight is not None:
@@ -168,6 +170,12 @@ class Exchange:
         )
         self._flow = serving.steps()
         self.advance(None)
+
+    def _look_up(self, cache: Cache | None, tokens: array[int] | None) -> Prompt | None:
+        """What the engines have of it now; None: its tokens are not known, or not those of this tokenizer."""
+        if cache is None or tokens is None or cache.tokenizer != self._tokenizer:
+            return None
+        return cache.prompt(tokens, self._ask.salt)
 
     def _session(self) -> bytes | None:
         """What the request has in common with those that are to go the same way."""
@@ -252,8 +260,7 @@ class Exchange:
         if deployment is not None:
             self._deployment = deployment
             cache = self._cache = self.router.evidence.of(deployment)
-            if self._tokens is not None and cache is not None:
-                self._prompt = cache.prompt(self._tokens, self._ask.salt)
+            self._prompt = self._look_up(cache, self._tokens)
         self.advance(flow.Room(deployment, self._prompt))
 
     def no_room(self) -> None:
@@ -394,8 +401,8 @@ class Exchange:
         self.router.telemetry.record(record, stages)
         tokens = prompt.tokens if prompt is not None else None
         counted = account.usage.prompt
-        if tokens is not None and counted is not None and counted != tokens:
-            self._miscounted(tokens, counted)
+        if prompt is not None and counted is not None and counted != tokens and prompt.current:
+            self._miscounted(prompt.tokens, counted)
         self.router.decisions.add(Kept(record, trace, self._deployment, self._standing, tokens, stages))
 
     def _miscounted(self, tokens: int, counted: int) -> None:

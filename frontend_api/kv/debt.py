@@ -64,7 +64,7 @@ class Debt:
                 self._failed_at = now
 
     def forgive(self) -> None:
-        """It is another process now."""
+        """It is another process now, or what it owes was reckoned wrongly."""
         self.paid()
         self._failed_at = None
 

@@ -111,7 +111,7 @@ def _offset(address: str, rank: int) -> str:
 class Prompt:
     """The tokens of one request, and how many of them each engine has already."""
 
-    __slots__ = ("_cache", "_evident", "_hashes", "overlap", "tokens")
+    __slots__ = ("_cache", "_evident", "_hashes", "_tokenizer", "overlap", "tokens")
 
     def __init__(
         self,
@@ -125,6 +125,7 @@ class Prompt:
         self.overlap = overlap
         """Tokens from the first on that an engine holds; engines with none are left out."""
         self._cache = cache
+        self._tokenizer = cache.tokenizer
         self._hashes = hashes
         self._evident = overlap if evident is None else evident
         """The same without what is only on its way."""
@@ -133,13 +134,20 @@ class Prompt:
         """Tokens the engine has to compute. It always computes the last one."""
         return max(self.tokens - self.overlap.get(engine, 0), 1)
 
+    @property
+    def current(self) -> bool:
+        """Its tokens are of the tokenizer that the deployment has now. Others say nothing about its engines any more."""
+        return self._tokenizer == self._cache.tokenizer
+
     def sent(self, engine: Engine, now: float) -> None:
         """The request is on its way to the engine. `now`: monotonic."""
-        self._cache.sent_to(engine, self._hashes, self._evident.get(engine, 0), now)
+        if self.current:
+            self._cache.sent_to(engine, self._hashes, self._evident.get(engine, 0), now)
 
     def computed(self, engine: Engine, now: float) -> None:
         """The engine has computed what it lacked."""
-        self._cache.computed_on(engine, self._hashes, self._evident.get(engine, 0), now)
+        if self.current:
+            self._cache.computed_on(engine, self._hashes, self._evident.get(engine, 0), now)
 
     def failed(self, engine: Engine) -> None:
         """The engine will not compute it."""
@@ -198,6 +206,8 @@ class Cache:
             self.no_tokens = LOADING if tokenizer else NO_TOKENIZER
             self.tokenization = {}
             self._miscounts = {}
+            for debt in self._debts.values():
+                debt.forgive()  # events cannot tell of what was made of other tokens
         engines = (*deployment.prefill, *deployment.decode, *deployment.aggregated)
         for engine in [e for e, ranks in self.ranks.items() if e not in engines or len(ranks) != e.spec.ranks]:
             self._leave(engine)

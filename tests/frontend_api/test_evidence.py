@@ -54,9 +54,9 @@ class Fleet:
         }  # fmt: skip
         return SnapshotEngine(**{**fields, **more})
 
-    def publish(self, *, without: tuple[str, ...] = (), policy: RoutingPolicy = KV) -> None:
+    def publish(self, *, without: tuple[str, ...] = (), policy: RoutingPolicy = KV, tokenizer: str = "") -> None:
         engines = tuple(spec for name, spec in self.specs.items() if name not in without)
-        deployment = SnapshotDeployment(name="d", served_name="m", routing=policy, engines=engines)
+        deployment = SnapshotDeployment(name="d", served_name="m", routing=policy, engines=engines, tokenizer=tokenizer)
         self.view.take(FleetSnapshot(version=self.view.version + 1, deployments=(deployment,)))
         self.evidence.tick(self.now)
         for cache in self.evidence.caches.values():
@@ -177,6 +177,22 @@ def test_an_engine_that_owes_events(ranks: int) -> None:
     fleet.ranks("a1")[-1].replayed(0, batch(stored(prompt(1))), fleet.now)
     fleet.pass_time(0.1)
     assert fleet.standing()[0] is (State.EXACT if ranks == 1 else State.APPROXIMATE)
+
+
+def test_nothing_is_owed_for_what_another_tokenizer_made_of_prompts() -> None:
+    fleet = Fleet("a1")
+    fleet.answer("a1")
+    compute(fleet, "a1", prompt(1))
+    under_way = fleet.cache.prompt(prompt(2), None)
+    under_way.sent(fleet.engine("a1"), fleet.now)
+    fleet.pass_time(OWED_SECONDS + 1.0)
+    assert fleet.standing() == (State.BLIND, {"a1": "kv_events_not_observed"})
+    fleet.publish(tokenizer="the right one")
+    assert fleet.standing() == (State.EXACT, {})
+    under_way.sent(fleet.engine("a1"), fleet.now)  # to another engine, as the first one failed
+    under_way.computed(fleet.engine("a1"), fleet.now)
+    fleet.pass_time(OWED_SECONDS + 1.0)
+    assert fleet.standing() == (State.EXACT, {})
 
 
 def test_an_engine_whose_events_came_before_its_answer_owes_none() -> None:

@@ -28,7 +28,7 @@ from frontend_api.tokens.check import EVERY_SECONDS, MISMATCH_SECONDS, UNVERIFIE
 from frontend_api.tokens.tokenizer import Tokenizer
 from tests.frontend_api.client import ask
 from tests.frontend_api.conftest import MakeSite, Site, until
-from tests.frontend_api.scripted import Heard, unary
+from tests.frontend_api.scripted import Heard, answer_well, unary
 from tests.frontend_api.test_kv_standins import Standin
 from tests.frontend_api.tiny_model import CHATML, write_model
 from workers.sim import messages, responses
@@ -430,3 +430,59 @@ async def test_an_answer_that_counts_other_prompt_tokens_is_held_against_its_eng
     assert cache.standing().state is State.DEGRADED
     cache.tick(monotonic() + MISCOUNT_SECONDS + 1)
     assert cache.standing().state is State.APPROXIMATE
+
+
+async def test_no_answer_is_held_against_a_tokenizer_that_came_after_its_request(make_site: MakeSite) -> None:
+    go_on = asyncio.Event()
+
+    async def later(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        await go_on.wait()
+        await answer_well(heard, writer)
+
+    site = await make_site()
+    await site.engine("a0", Role.AGGREGATED, later)  # it always counts 7
+    kv = RoutingPolicy(mode=RoutingMode.KV_APPROXIMATE)
+    site.publish(policy=kv, tokenizer="wrong")
+    cache = site.evidence.of(site.view.deployments["m"])
+    assert cache is not None
+    tokens = cache.tokens = FixedTokens()
+    tokens.count = 9
+    asked = asyncio.create_task(ask(site.port, "/v1/chat/completions", {"model": "m", "messages": []}))
+    await until(lambda: bool(site.in_flight))
+    site.publish(policy=kv, tokenizer="right")
+    assert site.evidence.of(site.view.deployments["m"]) is cache
+    cache.tokens = FixedTokens()
+    go_on.set()
+    assert (await asked).status == 200
+    await site.settled()
+    assert cache.standing().reasons.keys() == {"*"}
+
+
+@pytest.mark.parametrize("change", ["tokenizer", "mode"])
+async def test_who_waited_is_weighed_only_by_the_tokens_of_now(make_site: MakeSite, change: str) -> None:
+    go_on = asyncio.Event()
+
+    async def later(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        await go_on.wait()
+        await answer_well(heard, writer)
+
+    site = await make_site()
+    await site.engine("a0", Role.AGGREGATED, later)
+    kv = RoutingPolicy(mode=RoutingMode.KV_APPROXIMATE, max_in_flight=1)
+    site.publish(policy=kv)
+    cache = site.evidence.of(site.view.deployments["m"])
+    assert cache is not None
+    tokens = cache.tokens = FixedTokens()
+    tokens.count = 7
+    body = {"model": "m", "messages": []}
+    asked = [asyncio.create_task(ask(site.port, "/v1/chat/completions", body)) for _ in range(2)]
+    await until(lambda: [many for _, many in site.router.waiting.counts()] == [1])
+    if change == "tokenizer":
+        site.publish(policy=kv, tokenizer="another")
+    else:
+        site.publish(policy=RoutingPolicy(max_in_flight=1))
+    go_on.set()
+    assert [(await one).status for one in asked] == [200, 200]
+    await site.settled()
+    reasons = [record.reason for record in site.telemetry.records]
+    assert reasons == ["no-overlap", "no-tokens" if change == "tokenizer" else "aggregated"]
