@@ -52,7 +52,8 @@ def identify(
     """This node's identity: the stored one, or a new one by the token (waiting until the control plane is up).
 
     With a token at hand the node joins anew where Redis refuses the stored login, or is gone and another control plane is
-    named; it keeps its name, and so its engines.
+    named; it keeps its name, and so its engines. While the name seems in use, a stored login that Redis takes again, as after
+    a restart of all, is the quicker way back.
 
     Raises `InvalidInput` where something is missing, `Forbidden` when the token is refused.
     """
@@ -71,7 +72,9 @@ def identify(
             "TANDEM_JOIN_TOKEN_FILE. The Nodes page and `manage.py jointoken` make one.",
             field="join_token",
         )
-    identity = _await(ask or ask_control_plane, control_plane, token, name, sleep)
+    identity = _await(ask or ask_control_plane, control_plane, token, name, sleep, stored)
+    if identity == stored:
+        return stored
     write_private(file, msgspec.json.encode(identity))
     (folder / "applied.json").unlink(missing_ok=True)  # generations are counted by each control plane for itself
     return identity
@@ -117,7 +120,12 @@ def _message(answer: httpx.Response) -> str:
 
 
 def _await(
-    ask: Callable[[str, str, str], Identity | None], url: str, token: str, name: str, sleep: Callable[[float], None]
+    ask: Callable[[str, str, str], Identity | None],
+    url: str,
+    token: str,
+    name: str,
+    sleep: Callable[[float], None],
+    stored: Identity | None,
 ) -> Identity:
     told = False
     in_use = 0.0
@@ -127,6 +135,9 @@ def _await(
                 break
             why = f"The control plane at {url} is not up yet"
         except NameInUse as error:
+            if stored is not None and not _is_outdated(stored, url):
+                log.info("Redis takes the login of node %s again.", stored.name)
+                return stored
             if in_use >= NAME_IN_USE_SECONDS:
                 raise
             in_use += TRY_EVERY_SECONDS

@@ -168,3 +168,20 @@ def test_a_control_plane_that_moved_is_joined_again(tmp_path: Path, control_plan
     stored(tmp_path, NOWHERE, "http://former.example:8000")
     join(tmp_path, control_plane.url)
     assert len(control_plane.asked) == 1
+
+
+def test_a_login_that_comes_back_while_the_name_seems_in_use_is_used(
+    tmp_path: Path, control_plane: ControlPlane, redis_url: str
+) -> None:
+    """All was restarted: the agent's last report is fresh, and the controller has not yet told the new Redis of it."""
+    admin = redis.Redis.from_url(redis_url)
+    node_url = test_redis_user.join(admin, "x")
+    stored(tmp_path, node_url, control_plane.url)
+    admin.execute_command("ACL", "DELUSER", wire.acl_user("x"))
+    control_plane.answers = [(409, {"error": {"message": "a node named x is reporting now"}})]
+    found = identify(
+        tmp_path, name="x", control_plane=control_plane.url, token="t", sleep=lambda _: test_redis_user.join(admin, "x")
+    )
+    assert found.redis_url == node_url
+    assert len(control_plane.asked) == 2
+    assert (tmp_path / "applied.json").exists(), "the control plane is the same"
