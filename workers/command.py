@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -163,6 +164,17 @@ def _gpu(gpus: tuple[int, ...]) -> dict[str, str]:
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order in which the agent counted them
         "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in gpus),
     }
+
+
+def decode_context_parallel(arguments: Sequence[str]) -> int:
+    """Ranks over which an engine with these arguments spreads the tokens of each KV block: it has so many times the tokens that
+    its `block_size` says (vLLM 0.32, `resolve_dcp_kv_block_size`)."""
+    found = "1"
+    for at, argument in enumerate(arguments):
+        name, given, value = argument.partition("=")
+        if name.replace("_", "-") in ("--decode-context-parallel-size", "-dcp"):
+            found = value if given else "".join(arguments[at + 1 : at + 2])
+    return max(int(found), 1) if found.isdecimal() else 1
 
 
 def _sim(

@@ -280,7 +280,7 @@ class EngineRun:
         try:
             if not self._record.warmed:
                 client.complete(self.assignment.spec.served_name, "Hello", max_tokens=2)
-            identity = client.identity()
+            identity = client.identity(self.assignment.spec.extra_args)
         except Unanswered as error:
             if not self._record.warmed:
                 self._say(Phase.STARTING, f"Is up, but cannot serve yet: {error}", None)

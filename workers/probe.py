@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from controlplane.fleet.model import EngineLoad, PairProof, Peer
 from workers import metrics
+from workers.command import decode_context_parallel
 from workers.metrics import Figures
 
 QUICK_SECONDS = 5.0
@@ -71,8 +72,9 @@ class EngineClient:
         """Raises `Unanswered` unless the engine calls itself healthy."""
         self._ask("GET", "/health")
 
-    def identity(self) -> Identity:
-        """Version, limits and KV events. The guarded `/v1/models` makes it an authenticated answer."""
+    def identity(self, arguments: Sequence[str] = ()) -> Identity:
+        """Version, limits and KV events. The guarded `/v1/models` makes it an authenticated answer. `arguments`: what it was
+        given besides the usual ones."""
         models = self._json("GET", "/v1/models").get("data") or [{}]
         sources = self._json("GET", "/kv_event_sources")
         publishing = [s for s in sources.values() if s.get("enable_kv_cache_events", True) and s.get("endpoint")]
@@ -81,7 +83,7 @@ class EngineClient:
             version=str(self._json("GET", "/version").get("version", "")),
             max_model_len=models[0].get("max_model_len"),
             kv_events=bool(publishing),
-            block_size=figures.block_size,
+            block_size=figures.block_size and figures.block_size * decode_context_parallel(arguments),
             kv_blocks=figures.kv_blocks,
             kv_ranks=max(len(publishing), 1),
         )

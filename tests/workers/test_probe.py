@@ -186,6 +186,34 @@ def test_kv_events_are_on_when_the_engine_says_where(sources: dict[str, Any], on
 
 
 @pytest.mark.parametrize(
+    ("arguments", "tokens"),
+    [
+        ((), 16),
+        (("--seed", "2"), 16),
+        (("-dcp", "4"), 64),
+        (("-dcp=4",), 64),
+        (("--decode-context-parallel-size", "8"), 128),
+        (("--decode_context_parallel_size=2", "--seed", "1"), 32),
+        (("-dcp", "8", "-dcp", "2"), 32),
+        (("-dcp", "some"), 16),
+        (("-dcp",), 16),
+    ],
+)
+def test_a_block_spread_over_ranks_has_their_number_times_the_tokens(arguments: tuple[str, ...], tokens: int) -> None:
+    """As its KV events say: the router would take that for the block size of another engine."""
+    answers = {
+        "/v1/models": "{}",
+        "/version": "{}",
+        "/kv_event_sources": "{}",
+        "/metrics": 'vllm:cache_config_info{block_size="16",num_gpu_blocks="455"} 1.0',
+    }
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, text=answers[request.url.path]))
+    with EngineClient("http://e", "s", transport=transport) as client:
+        identity = client.identity(arguments)
+    assert (identity.block_size, identity.kv_blocks) == (tokens, 455)
+
+
+@pytest.mark.parametrize(
     ("block_size", "max_model_len", "length"), [(128, 2048, 146), (16, None, 20), (128, 64, 60), (128, 4, 1)]
 )
 def test_the_prompt_is_longer_than_a_block_where_the_model_allows_it(
