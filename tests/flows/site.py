@@ -75,16 +75,26 @@ class Site:
         }[name]
 
     def manage(self, *arguments: str) -> str:
+        return self._python("manage.py", *arguments)
+
+    def _python(self, *arguments: str) -> str:
+        env = self.env | {"DJANGO_SETTINGS_MODULE": "controlplane.settings"}
         done = subprocess.run(
-            [sys.executable, "manage.py", *arguments],
-            cwd=ROOT,
-            env=self.env,
-            capture_output=True,
-            text=True,
-            check=False,
+            [sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
+
+    def _prepare(self) -> list[str]:
+        """A database; a key for REST, one for the router, and a join token. In one process: each Django takes a second."""
+        commands = [
+            ("migrate", "-v0"),
+            ("createkey", "--name", "flow", "--scope", "manage", "--role", "admin"),
+            ("createkey", "--name", "app", "--scope", "inference"),
+            ("jointoken",),
+        ]
+        code = "import django; django.setup(); from django.core.management import call_command as call\n"
+        return self._python("-c", code + "".join(f"call(*{command})\n" for command in commands)).split()
 
     def start(self, name: str, **env: str) -> subprocess.Popen[bytes]:
         with (self.logs / f"{name}.log").open("ab") as log:
@@ -106,14 +116,11 @@ class Site:
     def up(self) -> None:
         """Everything from nothing, up to an agent that reports."""
         self.redis.start()
-        self.manage("migrate", "-v0")
-        self.manage_key = self.manage("createkey", "--name", "flow", "--scope", "manage", "--role", "admin").split()[-1]
-        self.inference_key = self.manage("createkey", "--name", "app", "--scope", "inference").split()[-1]
+        self.manage_key, self.inference_key, token = self._prepare()
         self.api.headers["Authorization"] = f"Bearer {self.manage_key}"
         for name in ("web", "controller", "beat", "router"):
             self.start(name)
         self.until(lambda: self.api.get("/nodes").status_code == 200, "the web process answers")
-        token = self.manage("jointoken").split()[-1]
         self.start("agent", TANDEM_JOIN_TOKEN=token)
         self.until(lambda: [n["status"] for n in self.items("/nodes")] == ["reporting"], "the agent reports")
 
