@@ -30,6 +30,8 @@ RETRY_SECONDS = 5.0
 HEARTBEAT_SECONDS = 10.0
 """Without a sign of life, twice this, a connection is made anew: a machine that vanished does not end it, and whoever publishes
 there now would not be heard."""
+LOOK_SECONDS = 0.05
+"""Batches that follow each other more quickly are looked for so often: to be woken for each costs more than what it says."""
 TURN_SECONDS = 0.002
 """For which batches are taken before other tasks get their turn."""
 MOST_BYTES = 16 << 20
@@ -130,27 +132,23 @@ class Follower:
 
     async def _listen(self, sub: zmq.Socket[bytes], ends: zmq.Socket[bytes], rank: Rank) -> None:
         """For ever. `ends`: tells of its connections."""
-        loop, there, connected = asyncio.get_running_loop(), asyncio.Event(), False
-        descriptors = sub.fileno(), ends.fileno()
+        loop, there, heard = asyncio.get_running_loop(), asyncio.Event(), _Heard(sub, ends, rank)
+        descriptors, last = (sub.fileno(), ends.fileno()), 0.0
         try:
-            for number in descriptors:
-                loop.add_reader(number, there.set)
             while True:
-                turn = monotonic()
-                there.clear()  # before looking: the descriptor says only that something has changed since the last look
-                while True:
-                    while cast(int, ends.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                        event = int.from_bytes(ends.recv_multipart(zmq.NOBLOCK)[0][:2], sys.byteorder)
-                        connected = event == zmq.EVENT_CONNECTED
-                        if not connected:
-                            rank.disconnected()
-                    if not cast(int, sub.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                        break
-                    frames = sub.recv_multipart(zmq.NOBLOCK)
-                    if connected and (sequence := _sequence(frames)) >= 0:  # else it is left from the connection before
-                        rank.live(sequence, frames[-1], monotonic())
-                    turn = await _take_turns(turn)
-                await there.wait()
+                for number in descriptors:
+                    loop.add_reader(number, there.set)
+                flows = False
+                while not flows:
+                    await there.wait()
+                    there.clear()  # before looking: the descriptor says only that something has changed since the last look
+                    await heard.tell()
+                    last, flows = loop.time(), loop.time() - last < LOOK_SECONDS
+                for number in descriptors:
+                    loop.remove_reader(number)
+                while flows:
+                    await asyncio.sleep(_till_next_look(loop.time()))
+                    flows = await heard.tell()
         finally:
             for number in descriptors:
                 loop.remove_reader(number)
@@ -179,6 +177,42 @@ class Follower:
             except (TimeoutError, zmq.ZMQError, _NoReplay):
                 rank.replay_failed(monotonic())
                 await asyncio.sleep(TICK_SECONDS)
+
+
+class _Heard:
+    """What a subscriber has heard. `ends`: tells of its connections."""
+
+    def __init__(self, sub: zmq.Socket[bytes], ends: zmq.Socket[bytes], rank: Rank) -> None:
+        self._sub, self._ends, self._rank = sub, ends, rank
+        self._connected = False
+
+    async def tell(self) -> bool:
+        """Tell the rank; whether there was any batch."""
+        told = False
+        try:
+            while True:
+                self._follow_ends()
+                until, now = monotonic() + TURN_SECONDS, 0.0
+                while now < until:
+                    frames = self._sub.recv_multipart(zmq.NOBLOCK)
+                    told, now = True, monotonic()
+                    if self._connected and (sequence := _sequence(frames)) >= 0:  # not left from an earlier connection
+                        self._rank.live(sequence, frames[-1], now)
+                await asyncio.sleep(0)
+        except zmq.Again:
+            return told
+
+    def _follow_ends(self) -> None:
+        while cast(int, self._ends.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            event = int.from_bytes(self._ends.recv_multipart(zmq.NOBLOCK)[0][:2], sys.byteorder)
+            self._connected = event == zmq.EVENT_CONNECTED
+            if not self._connected:
+                self._rank.disconnected()
+
+
+def _till_next_look(now: float) -> float:
+    """Seconds. The same moment for all ranks: they share its cost. The half: a clock that is a hair early is not late."""
+    return 1.5 * LOOK_SECONDS - (now + LOOK_SECONDS / 2) % LOOK_SECONDS
 
 
 def _sequence(frames: Sequence[bytes]) -> int:

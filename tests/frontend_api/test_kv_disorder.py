@@ -406,3 +406,33 @@ async def test_other_tasks_get_their_turn_while_batches_come(
     looking.cancel()
     steps = [after - earlier for earlier, after in pairwise(turns)]
     assert max(steps) == 1
+
+
+async def test_batches_that_flow_are_looked_for_together_and_a_lone_one_at_once(
+    make_scene: MakeScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[bool] = []
+    tell = listen._Heard.tell
+
+    async def told(heard: listen._Heard) -> bool:
+        looks.append(await tell(heard))
+        return looks[-1]
+
+    monkeypatch.setattr(listen._Heard, "tell", told)
+    scene = await make_scene()
+    await scene.heard()
+    publisher, cache = scene.publisher, scene.cache
+    for _ in range(2):  # it flows, is quiet, and flows again
+        before = cache.counts()["batches"]
+        looks.clear()
+        for n in range(200):
+            publisher.publish(publisher.stored(LINES[n % 7]))
+            await asyncio.sleep(0.002)
+        await until(lambda before=before: cache.counts()["batches"] == before + 200)
+        assert len(looks) < 100
+        await until(lambda: looks[-1] is False)
+        looks.clear()
+    monkeypatch.setattr(listen, "LOOK_SECONDS", 1_000.0)  # who sleeps now hears nothing more in this test
+    before = cache.counts()["batches"]
+    publisher.publish(publisher.stored(LINES[0]))
+    await until(lambda: cache.counts()["batches"] == before + 1)
