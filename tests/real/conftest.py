@@ -1,9 +1,13 @@
 """Real vLLM over real NIXL, started once for all tests here: a prefill and a decode engine behind a router, and one
 aggregated engine whose answers are the truth. What is missing of runtime and model is installed first.
+
+An engine takes half a minute to start, on one core: those of later tests start while earlier ones run, as far as more than
+three are never there at once, each of which takes gigabytes.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -22,13 +26,14 @@ from controlplane.fleet.wire import FleetSnapshot, RoutingPolicy, SnapshotDeploy
 from tests.conftest import free_port
 from tests.contract.pair import EnginePair
 from tests.real.engines import ADDRESS, KEY, MODEL, RealEngine
+from tests.real.prompt_cases import TEXT_TEMPLATE
 from workers import models, runtimes
 from workers.cache_folder import clean_environment
 from workers.runtimes import EngineRuntime
 
 INSTALL_AND_START_SECONDS = 2400
-ALONE = ("test_whole_site.py", "test_own_template.py")
-"""Have engines of their own, which have ended before the shared ones start: each takes gigabytes."""
+WHOLE_SITE, OWN_TEMPLATE = "test_whole_site.py", "test_own_template.py"
+"""Have two engines of their own, and one."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,7 +42,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if here in item.path.parents:
             item.add_marker(pytest.mark.real)
             item.add_marker(pytest.mark.timeout(INSTALL_AND_START_SECONDS))
-    items.sort(key=lambda item: here in item.path.parents and item.path.name not in ALONE)
+    items.sort(key=lambda item: _turn(item) if here in item.path.parents else 0)
+
+
+def _turn(item: pytest.Item) -> int:
+    return {WHOLE_SITE: 1, OWN_TEMPLATE: 2}.get(item.path.name, 3 + ("site" in item.fixturenames))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -71,16 +80,30 @@ def model_path(runtime: EngineRuntime, cache: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def runtime_script(runtime: EngineRuntime) -> Callable[..., str]:
+def runtime_host(runtime: EngineRuntime) -> Iterator[subprocess.Popen[str]]:
+    """A process of the engine runtime that imports vLLM, which takes ten seconds, once for all scripts."""
+    argv = [str(runtime.python), "-I", str(Path(__file__).with_name("runtime_host.py"))]
+    env = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
+    env |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, env=clean_environment() | env) as host:
+        yield host
+        host.kill()
+
+
+@pytest.fixture(scope="session")
+def runtime_script(runtime_host: subprocess.Popen[str]) -> Callable[..., str]:
     """Runs Python code, or a script with arguments, in the engine runtime; gives the last line of what it printed."""
 
-    def run(*arguments: str, stdin: str = "", **env: str) -> str:
-        argv = [str(runtime.python), "-I", *(("-c",) if "\n" in arguments[0] else ()), *arguments]
-        done = subprocess.run(
-            argv, input=stdin, capture_output=True, text=True, env=clean_environment() | env, timeout=300
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.rstrip().splitlines()[-1]
+    def run(script: str, *arguments: str, stdin: str = "") -> str:
+        assert runtime_host.stdin is not None
+        assert runtime_host.stdout is not None
+        print(json.dumps([script, arguments, stdin]), file=runtime_host.stdin, flush=True)
+        answer = runtime_host.stdout.readline()
+        assert answer, "the runtime's process ended: its last words are on standard error"
+        status, printed, said = json.loads(answer)
+        assert status == 0, said
+        return str(printed.rstrip().splitlines()[-1])
 
     return run
 
@@ -96,21 +119,83 @@ class Site(NamedTuple):
         return (self.prefill, self.decode, self.aggregated)
 
 
-@pytest.fixture(scope="session")
-def site(runtime: EngineRuntime, model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    folder = tmp_path_factory.mktemp("engines")
-    engines = [RealEngine(role, runtime, model_path, folder) for role in Role]
+@contextmanager
+def started(*engines: RealEngine) -> Iterator[None]:
+    """They need not be ready yet."""
     try:
         for engine in engines:
             engine.start()
-        for engine in engines:
-            engine.await_ready()
-        prefill, decode, aggregated = engines
-        with router(snapshot(prefill, decode), folder) as (url, _):
-            yield Site(prefill, decode, aggregated, url)
+        yield
     finally:
         for engine in engines:
             engine.stop()
+
+
+@pytest.fixture(scope="session")
+def engines_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest.fixture(scope="session")
+def pair_engines(
+    runtime: EngineRuntime, model_path: Path, engines_folder: Path
+) -> Iterator[tuple[RealEngine, RealEngine]]:
+    prefill, decode = (RealEngine(role, runtime, model_path, engines_folder) for role in (Role.PREFILL, Role.DECODE))
+    with started(prefill, decode):
+        yield prefill, decode
+
+
+@pytest.fixture(scope="session")
+def aggregated_engine(runtime: EngineRuntime, model_path: Path, engines_folder: Path) -> Iterator[RealEngine]:
+    engine = RealEngine(Role.AGGREGATED, runtime, model_path, engines_folder)
+    with started(engine):
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def own_template_engine(
+    runtime: EngineRuntime, model_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RealEngine]:
+    """The engine of `test_own_template`, which also ends it."""
+    folder = tmp_path_factory.mktemp("template")
+    template = folder / "own.jinja"
+    template.write_text(TEXT_TEMPLATE)
+    told = ["--chat-template", str(template), "--chat-template-content-format", "openai"]
+    told += ["--default-chat-template-kwargs", '{"enable_thinking": false}']
+    engine = RealEngine(Role.AGGREGATED, runtime, model_path, folder, *told)
+    with started(engine):
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def start_ahead(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Sets up fixtures that only start something, if a test of this session wants them."""
+    wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+
+    def start(*names: str) -> None:
+        for name in names:
+            if name in wanted:
+                request.getfixturevalue(name)
+
+    return start
+
+
+@pytest.fixture(autouse=True)
+def _shared_engines_start(request: pytest.FixtureRequest, start_ahead: Callable[..., None]) -> None:
+    """Beside the tests that need none of them."""
+    if request.path.name != WHOLE_SITE:
+        start_ahead("pair_engines", *(("aggregated_engine",) if request.path.name != OWN_TEMPLATE else ()))
+
+
+@pytest.fixture(scope="session")
+def site(
+    pair_engines: tuple[RealEngine, RealEngine], aggregated_engine: RealEngine, engines_folder: Path
+) -> Iterator[Site]:
+    prefill, decode = pair_engines
+    for engine in (prefill, decode, aggregated_engine):
+        engine.await_ready()
+    with router(snapshot(prefill, decode), engines_folder) as (url, _):
+        yield Site(prefill, decode, aggregated_engine, url)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from frontend_api.flow import LEASE_SECONDS
 from tests.contract.exchange import AFTER_EXPIRY, EXPIRED, FAILED
 from tests.contract.pair import EnginePair
 from tests.real.conftest import Site, router, snapshot
-from tests.real.test_answers import ask, chat, long_text
+from tests.real.test_answers import ask, ask_both, chat, long_text
 
 ABORTS = 100
 LONE = 20
@@ -34,6 +34,8 @@ AT_ONCE = 6
 STAGES = ("prefill", "decode", "streaming")
 LEAST = 5
 """Aborts in each stage."""
+SHORT, LONG = 15, 60
+"""Tokens of a prompt, of which a core computes a hundred a second."""
 KV_USE = "vllm:kv_cache_usage_perc"
 BUSY = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 UNHEARD = "vllm:nixl_num_failed_notifications_total"
@@ -112,8 +114,7 @@ def nothing_stays_behind(site: Site, pair: EnginePair) -> Iterator[None]:
     assert prefill[AFTER_EXPIRY] == 0, "text may be wrong"
     assert decode[FAILED] == decode[UNHEARD] == 0
     assert prefill[EXPIRED] < ABORTS // 10
-    text = long_text(40)
-    expected, answer = (ask(url, chat(text))["choices"][0]["message"] for url in (site.aggregated.url, site.router_url))
+    expected, answer = (reply["choices"][0]["message"] for reply in ask_both(site, chat(long_text(40))))
     assert answer["content"] == expected["content"]
 
 
@@ -122,15 +123,15 @@ def test_a_hundred_aborts_leave_no_kv_behind(site: Site, pair: EnginePair) -> No
     url = site.router_url
     with ThreadPoolExecutor(AT_ONCE) as pool:
         with nothing_stays_behind(site, pair):
-            list(pool.map(lambda _: leave(url, 80, 1, half=False), range(AT_ONCE)))  # connected and warm
-        ask(url, chat(long_text(80), max_tokens=1))
+            list(pool.map(lambda _: leave(url, LONG, 1, half=False), range(AT_ONCE)))  # connected and warm
+        ask(url, chat(long_text(LONG), max_tokens=1))
         usual = last(url, 1)[0]["e2e"]
         with nothing_stays_behind(site, pair):
             left = [
                 pool.submit(
                     leave,
                     url,
-                    dice.choice((20, 120)),
+                    dice.choice((SHORT, LONG)),
                     dice.uniform(0.001, AT_ONCE * usual),
                     half=dice.random() < 0.2,
                 )
@@ -143,7 +144,7 @@ def test_a_hundred_aborts_leave_no_kv_behind(site: Site, pair: EnginePair) -> No
             after = usual / 2
             while stages.total() < ABORTS or min(stages[name] for name in STAGES) < LEAST:
                 assert stages.total() < 3 * ABORTS, stages
-                leave(url, 20, after, half=dice.random() < 0.2)
+                leave(url, SHORT, after, half=dice.random() < 0.2)
                 awaited(lambda: in_flight(url) == 0, 10)
                 stages[reached := stage(last(url, 1)[0])] += 1
                 # The moment between the legs is short, and how soon it comes is the machine's affair.
@@ -160,7 +161,7 @@ def test_a_killed_router_leaves_no_kv_behind(site: Site, pair: EnginePair, tmp_p
             with router(snapshot(site.prefill, site.decode), tmp_path) as (url, process):
                 held = []
                 for _ in range(AT_ONCE):
-                    held.append(begin(url, dice.choice((20, 120))))
+                    held.append(begin(url, dice.choice((SHORT, LONG))))
                     time.sleep(dice.uniform(0, 0.3))
                 awaited(lambda: pair.metrics(pair.decode_url)[KV_USE] > 0, 60)  # one at least streams
                 process.kill()

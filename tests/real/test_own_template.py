@@ -1,5 +1,5 @@
 """A real engine with a chat template of its own: a router that reads the model's is told so by its own check, and one that
-gets what the agent makes of model and options has the engine's ids. Runs before the shared engines start.
+gets what the agent makes of model and options has the engine's ids.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from controlplane.fleet.wire import (
 )
 from tests.real.conftest import router
 from tests.real.engines import ADDRESS, BLOCK_SIZE, KEY, MODEL, RealEngine
-from tests.real.prompt_cases import KNOWN, TEXT_TEMPLATE
+from tests.real.prompt_cases import KNOWN
 from workers import tokenizer_folder
 from workers.runtimes import EngineRuntime
 
@@ -32,26 +32,10 @@ TEXT = "The river rises in the hills and turns east before it meets the sea. " *
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("template") / "own.jinja"
-    file.write_text(TEXT_TEMPLATE)
-    return file
-
-
-@pytest.fixture(scope="module")
-def engine(
-    runtime: EngineRuntime, model_path: Path, template: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RealEngine]:
-    folder = tmp_path_factory.mktemp("engine")
-    told = ["--chat-template", str(template), "--chat-template-content-format", "openai"]
-    told += ["--default-chat-template-kwargs", '{"enable_thinking": false}']
-    one = RealEngine(Role.AGGREGATED, runtime, model_path, folder, *told)
-    try:
-        one.start()
-        one.await_ready()
-        yield one
-    finally:
-        one.stop()
+def engine(own_template_engine: RealEngine) -> Iterator[RealEngine]:
+    own_template_engine.await_ready()
+    yield own_template_engine
+    own_template_engine.stop()
 
 
 def snapshot(engine: RealEngine, tokenizer: Path) -> FleetSnapshot:

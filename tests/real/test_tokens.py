@@ -40,9 +40,7 @@ def engines_ids(model_path: Path, runtime_script: Callable[..., str]) -> dict[st
     """What vLLM makes of KNOWN and then REST, by template."""
     script = str(Path(__file__).with_name("render_prompts.py"))
     asked = json.dumps([list(TEMPLATES.values()), KNOWN + REST])
-    env = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
-    env["VLLM_LOGGING_LEVEL"] = "ERROR"
-    answers = json.loads(runtime_script(script, str(model_path), stdin=asked, VLLM_CPU_KVCACHE_SPACE="1", **env))
+    answers = json.loads(runtime_script(script, str(model_path), stdin=asked))
     return dict(zip(TEMPLATES, answers, strict=True))
 
 
@@ -141,10 +139,9 @@ def test_a_tokenizer_that_is_built_anew_is_read_as_it_came_out(
     runtime: EngineRuntime, runtime_script: Callable[..., str], tmp_path: Path
 ) -> None:
     models = [write_model(tmp_path / kind, tokenizer_class=kind, eos_token="<|im_end|>") for kind in REBUILT]
-    env = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     script = tmp_path / "loaded.py"
     script.write_text(LOADED)
-    theirs = json.loads(runtime_script(str(script), *map(str, models), stdin=json.dumps(SAMPLES), **env))
+    theirs = json.loads(runtime_script(str(script), *map(str, models), stdin=json.dumps(SAMPLES)))
     bodies = [{"prompt": text, "add_special_tokens": special} for text in SAMPLES for special in (True, False)]
     for kind, model, expected in zip(REBUILT, models, theirs, strict=True):
         made = tokenizer_folder.ensure(model, (), runtime=runtime, cache=tmp_path / "cache", progress=print)

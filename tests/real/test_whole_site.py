@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,10 @@ def test_the_same_prefix_goes_where_its_kv_lies(tandem: Site) -> None:
     tandem.until(lambda: "Cache-aware routing is exact." in tandem.deployment()["notices"], "REST says so")
 
 
-def test_a_killed_decode_engine_is_replaced_and_the_next_request_served(tandem: Site) -> None:
+def test_a_killed_decode_engine_is_replaced_and_the_next_request_served(
+    tandem: Site, start_ahead: Callable[..., None]
+) -> None:
+    start_ahead("own_template_engine", "runtime_host")  # one engine starts on one core
     victim = tandem.engines(role="decode")[0]
     prefill = tandem.engines(role="prefill")[0]
     lying = left_by(tandem.home / "agents" / "node-a" / "engines" / victim["id"] / str(victim["attempt"]))
