@@ -225,6 +225,17 @@ def nginx(bench: Bench) -> Iterator[Router]:
         yield Router("nginx", port, process.pid)
 
 
+@contextmanager
+def relay(bench: Bench) -> Iterator[Router]:
+    """No router: what passing bytes on costs in Python."""
+    port, log = free_port(), bench.log("relay")
+    engines = [engine.url.rpartition(":")[2] for engine in bench.plain]
+    command = (sys.executable, "-m", "tests.bench.relay", str(port), *engines)
+    with started(*command, cores=bench.cores.router, log=log) as process:
+        await_true(lambda: listens(port), seconds=START_SECONDS, process=process, log=log, what="no connection")
+        yield Router("bare relay, in Python", port, process.pid)
+
+
 def _vllm_router(policy: str) -> Starter:
     @contextmanager
     def start(bench: Bench) -> Iterator[Router]:
@@ -312,6 +323,7 @@ OURS: dict[str, Starter] = {
     "tandem kv": tandem_kv,
 }
 PEERS: dict[str, Starter] = {
+    "bare relay, in Python": relay,
     "nginx": nginx,
     "vllm-router round_robin": _vllm_router("round_robin"),
     "vllm-router cache_aware": _vllm_router("cache_aware"),
