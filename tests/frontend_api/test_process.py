@@ -40,7 +40,7 @@ from controlplane.fleet.wire import (
     encode,
 )
 from frontend_api import standalone
-from frontend_api.command import bind, options, parser
+from frontend_api.command import GONE_SECONDS, bind, options, parser
 from tests.conftest import RedisServer, free_port
 from tests.frontend_api.client import PROMPT, Client, ask
 from tests.frontend_api.conftest import KEYS, until
@@ -490,6 +490,17 @@ async def test_another_tandem_on_the_port_is_an_error(run: Run, engine: Scripted
     sock = bind("127.0.0.1", 0)
     assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT) == 0
     sock.close()
+
+
+def test_the_kernel_looks_after_clients_that_vanish() -> None:
+    """What an accepted connection has of the listening socket, on this kernel."""
+    with bind("127.0.0.1", 0) as door, socket.create_connection(door.getsockname()[:2]):
+        door.setblocking(True)
+        accepted, _ = door.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == GONE_SECONDS // 2
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == GONE_SECONDS * 1_000
 
 
 def test_an_occupied_port_is_one_clear_sentence(tmp_path: Path) -> None:
