@@ -89,7 +89,9 @@ def test_openais_own_client_streams_and_does_not(site: Site, decode_counters: Co
     client = openai.OpenAI(base_url=site.router_url + "/v1", api_key="unused", timeout=120, max_retries=0)
     assert [model.id for model in client.models.list()] == [MODEL]
     messages = [{"role": "user", "content": text}]
-    whole = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=16)
+    with ThreadPoolExecutor(1) as pool:
+        direct = pool.submit(ask, site.aggregated.url, chat(text))
+        whole = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=16)
     chunks = list(
         client.chat.completions.create(
             model=MODEL, messages=messages, temperature=0, max_tokens=16, stream=True,
@@ -97,7 +99,7 @@ def test_openais_own_client_streams_and_does_not(site: Site, decode_counters: Co
         )
     )  # fmt: skip
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    expected = ask(site.aggregated.url, chat(text))["choices"][0]["message"]["content"]
+    expected = direct.result()["choices"][0]["message"]["content"]
     assert streamed == whole.choices[0].message.content == expected
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 16

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import anthropic
@@ -87,11 +88,14 @@ def test_tools(site: Site, api: openai.OpenAI, decode_counters: Counters, choice
     body: dict[str, Any] = {
         "model": MODEL, "messages": USER, "temperature": 0, "max_tokens": 16, "tools": TOOLS, "tool_choice": choice,
     }  # fmt: skip
-    with openai.OpenAI(base_url=site.aggregated.url + "/v1", api_key=KEY, timeout=120, max_retries=0) as direct:
-        (whole, streamed), expected = (
-            (chat.create(**body).choices, added_up(chat.create(**body, stream=True)))
-            for chat in (api.chat.completions, direct.chat.completions)
-        )
+
+    def asked(client: openai.OpenAI) -> tuple[Any, Any]:
+        chat = client.chat.completions
+        return chat.create(**body).choices, added_up(chat.create(**body, stream=True))
+
+    url = site.aggregated.url + "/v1"
+    with openai.OpenAI(base_url=url, api_key=KEY, timeout=120, max_retries=0) as direct, ThreadPoolExecutor(2) as pool:
+        (whole, streamed), expected = pool.map(asked, (api, direct))
     assert (essence(whole), essence(streamed)) == tuple(map(essence, expected))
     assert decode_counters.grown(TRANSFERRED)[LOCAL] == 0
 

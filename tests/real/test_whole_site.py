@@ -21,7 +21,10 @@ START_SECONDS = 600
 
 
 @pytest.fixture(scope="module")
-def tandem(runtime: object, model_path: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def tandem(
+    runtime: object, model_path: object, tmp_path_factory: pytest.TempPathFactory, start_ahead: Callable[..., None]
+) -> Iterator[Site]:
+    start_ahead("runtime_host")  # beside one program after the other
     site = Site(tmp_path_factory.mktemp("site"), runtime="cpu")
     try:
         site.up()
@@ -68,7 +71,7 @@ def test_the_same_prefix_goes_where_its_kv_lies(tandem: Site) -> None:
 def test_a_killed_decode_engine_is_replaced_and_the_next_request_served(
     tandem: Site, start_ahead: Callable[..., None]
 ) -> None:
-    start_ahead("own_template_engine", "runtime_host")  # one engine starts on one core
+    start_ahead("own_template_engine")  # beside another one, which starts on one core
     victim = tandem.engines(role="decode")[0]
     prefill = tandem.engines(role="prefill")[0]
     lying = left_by(tandem.home / "agents" / "node-a" / "engines" / victim["id"] / str(victim["attempt"]))
