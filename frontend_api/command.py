@@ -14,13 +14,10 @@ from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.spec import check_routing
 from controlplane.fleet.wire import Affinity, Disaggregate, OnPrefillFailure, RoutingMode, RoutingPolicy
 from frontend_api import standalone
+from frontend_api.http import vanished
 from frontend_api.http.reading import Limits
 from frontend_api.processes.process import Options
 from frontend_api.processes.supervise import Supervisor
-
-GONE_SECONDS = 120
-"""After which the kernel ends a connection whose client acknowledges nothing: its machine or network is gone, and an engine would
-go on writing for nobody. Accepted connections have it from the listening socket."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -156,10 +153,7 @@ def bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, GONE_SECONDS // 2)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, GONE_SECONDS // 8)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, GONE_SECONDS * 1_000)
+        vanished.end_after(vanished.CLIENT_SECONDS, sock)
         sock.bind(address)
         sock.listen(2048)
     except OSError as error:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from frontend_api.http import vanished
 from frontend_api.http.heads import Head, head_of
 from frontend_api.http.outbox import Outbox
 from frontend_api.routing.view import Engine
@@ -388,7 +389,8 @@ class Pool:
         protocol = cast(asyncio.Protocol, connection)
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                await loop.create_connection(lambda: protocol, self.host, self.port)
+                transport, _ = await loop.create_connection(lambda: protocol, self.host, self.port)
+            vanished.end_after(vanished.ENGINE_SECONDS, transport.get_extra_info("socket"))
         except TimeoutError:
             kind = Broken.CONNECT_TIMEOUT
         except OSError:

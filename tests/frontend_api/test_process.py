@@ -40,7 +40,8 @@ from controlplane.fleet.wire import (
     encode,
 )
 from frontend_api import standalone
-from frontend_api.command import GONE_SECONDS, bind, options, parser
+from frontend_api.command import bind, options, parser
+from frontend_api.http import vanished
 from tests.conftest import RedisServer, free_port
 from tests.frontend_api.client import PROMPT, Client, ask
 from tests.frontend_api.conftest import KEYS, until
@@ -499,8 +500,8 @@ def test_the_kernel_looks_after_clients_that_vanish() -> None:
         accepted, _ = door.accept()
         with accepted:
             assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == GONE_SECONDS // 2
-            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == GONE_SECONDS * 1_000
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == vanished.CLIENT_SECONDS // 2
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == vanished.CLIENT_SECONDS * 1_000
 
 
 def test_an_occupied_port_is_one_clear_sentence(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from controlplane.fleet.model import Role
 from controlplane.fleet.wire import Result
 from frontend_api.formats import openai
 from frontend_api.formats.openai import ENDPOINTS
+from frontend_api.http import vanished
 from frontend_api.limits import charges
 from tests.frontend_api.client import PROMPT, Client, ask, events
 from tests.frontend_api.conftest import MakeSite, Site, until
@@ -361,6 +363,17 @@ async def test_engine_connections_are_reused(pair: Site) -> None:
             client.post(CHAT, PROMPT)
             assert (await client.reply()).status == 200
     assert len(pair.engines["p"].open) == len(pair.engines["d"].open) == 1
+
+
+async def test_the_kernel_looks_after_engines_that_vanish(pair: Site) -> None:
+    await ask(pair.port, CHAT, PROMPT)
+    for engine in pair.router.view.engines():
+        (connection,) = pair.upstreams.pool(engine).opened
+        transport = connection._transport
+        assert transport is not None
+        sock = transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == vanished.ENGINE_SECONDS * 1_000
 
 
 async def test_the_clients_key_never_reaches_an_engine(make_site: MakeSite) -> None:
