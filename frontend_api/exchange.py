@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
+from collections.abc import Callable
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.wire import Affinity, Result
@@ -19,7 +20,7 @@ from frontend_api.formats import openai
 from frontend_api.formats.openai import Ask, Endpoint, Problem
 from frontend_api.http.reading import Request
 from frontend_api.http.server import ClientConnection
-from frontend_api.http.upstream import CONNECT_SECONDS, Broken, Leg, accepts_connections
+from frontend_api.http.upstream import Broken, Leg, knock
 from frontend_api.kv.evidence import Cache, Prompt, Standing
 from frontend_api.legs import AnswerLeg, PrefillLeg
 from frontend_api.limits import answers, charges
@@ -28,7 +29,7 @@ from frontend_api.limits.use import Hold
 from frontend_api.observe import explain
 from frontend_api.observe.account import Account
 from frontend_api.observe.decisions import Kept
-from frontend_api.routing.view import Deployment, Engine
+from frontend_api.routing.view import Deployment
 from frontend_api.routing.waiting import Place
 from frontend_api.tokens import lanes
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 _PASSED_UP = (b"traceparent", b"tracestate", b"anthropic-version", b"anthropic-beta")
 """Request headers that an engine gets besides the router's own."""
 _NOT_PASSED_DOWN = frozenset(
@@ -71,7 +73,7 @@ class Exchange:
         self.held_back = False
         """The client was slow at some time: the stream's pace is not the engine's."""
         self._over = False
-        self._work: asyncio.Future[array[int] | None] | asyncio.Future[bool] | None = None
+        self._work: asyncio.Future[Any] | None = None
         watched = self.account.began_at < router.decisions.watched_until
         self._trace = flow.Trace(explain=self._explain or watched)
         self._cache: Cache | None = None
@@ -106,23 +108,23 @@ class Exchange:
         if tokens is None or isinstance(tokens, array):
             self._route(tokens)
         else:
-            self._work = lanes.start(len(self.request.body), tokens.ids)
-            self._work.add_done_callback(self._tokenised)
+            self._after(lanes.start(len(self.request.body), tokens.ids), self._route)
 
-    def _tokenised(self, work: asyncio.Future[array[int] | None]) -> None:
-        if self._goes_on(work):
-            self._route(work.result())
+    def _after(self, work: asyncio.Future[_T], then: Callable[[_T], None]) -> None:
+        """Go on with what comes of the work, unless the request is over by then."""
 
-    def _goes_on(self, work: asyncio.Future[array[int] | None] | asyncio.Future[bool]) -> bool:
-        """Whether the request does, now that this is done."""
-        self._work = None
-        if self._over:
-            return False
-        if work.cancelled() or work.exception() is not None:
-            log.error("defect in the router", exc_info=work.exception() if not work.cancelled() else None)
-            self.crashed()
-            return False
-        return True
+        def go_on(work: asyncio.Future[_T]) -> None:
+            self._work = None
+            if self._over:
+                return
+            try:
+                then(work.result())
+            except (Exception, asyncio.CancelledError):
+                log.exception("defect in the router")
+                self.crashed()
+
+        self._work = work
+        work.add_done_callback(go_on)
 
     def _route(self, tokens: array[int] | None) -> None:
         """Begin the flow, once the key has room for it. `tokens`: of the prompt; None: not known."""
@@ -211,7 +213,7 @@ class Exchange:
             self._stop_waiting()
         self.account.chosen()
         if isinstance(step, flow.Knock):
-            self._knock(step.engine)
+            self._after(asyncio.get_running_loop().create_task(knock(step.engine)), self._knocked)
             return
         pool = self.router.upstreams.pool(step.engine)
         body = self.request.body
@@ -223,17 +225,8 @@ class Exchange:
             body = openai.answer_body(body, self._ask.metering, step.params)
         self.leg = pool.start(receiver, self._target, self._headers, body, fresh=step.fresh)
 
-    def _knock(self, engine: Engine) -> None:
-        began_at = monotonic()
-
-        def heard(work: asyncio.Future[bool]) -> None:
-            if self._goes_on(work):
-                hangs = monotonic() - began_at >= CONNECT_SECONDS
-                lost = flow.Lost(Broken.CONNECT_TIMEOUT if hangs else Broken.CONNECT, False)
-                self.advance(None if work.result() else lost)
-
-        work = self._work = asyncio.get_running_loop().create_task(accepts_connections(engine))
-        work.add_done_callback(heard)
+    def _knocked(self, broken: Broken | None) -> None:
+        self.advance(flow.Lost(broken, False) if broken is not None else None)
 
     # ---- waiting for room
 

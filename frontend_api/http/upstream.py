@@ -468,13 +468,15 @@ class Upstreams:
         self._pools.clear()
 
 
-async def accepts_connections(engine: Engine) -> bool:
-    """Whether the engine takes a TCP connection now: the cheap probe for engines that failed."""
+async def knock(engine: Engine) -> Broken | None:
+    """Why the engine takes no TCP connection now; None: it takes one. The cheap probe for engines that failed."""
     url = urlsplit(engine.spec.url)
     try:
         async with asyncio.timeout(CONNECT_SECONDS):
             _, writer = await asyncio.open_connection(url.hostname, url.port or 80)
-    except (TimeoutError, OSError):
-        return False
+    except TimeoutError:
+        return Broken.CONNECT_TIMEOUT
+    except OSError:
+        return Broken.CONNECT
     writer.transport.abort()
-    return True
+    return None

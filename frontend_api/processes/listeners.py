@@ -30,7 +30,7 @@ from controlplane.fleet.wire import (
     encode_lines,
     router_key,
 )
-from frontend_api.http.upstream import Upstreams, accepts_connections
+from frontend_api.http.upstream import Upstreams, knock
 from frontend_api.kv.evidence import Evidence
 from frontend_api.observe.telemetry import Telemetry
 from frontend_api.routing.view import Health, View
@@ -221,8 +221,8 @@ async def end(tasks: Iterable[asyncio.Task[None]]) -> None:
 async def probe_once(view: View) -> None:
     """Let engines that failed back in, half-open, once they accept a connection."""
     down = [engine for engine in view.engines() if engine.health is Health.DOWN]
-    for engine, accepts in zip(down, await asyncio.gather(*map(accepts_connections, down)), strict=True):
-        if accepts:
+    for engine, broken in zip(down, await asyncio.gather(*map(knock, down)), strict=True):
+        if broken is None:
             engine.accepts()
 
 

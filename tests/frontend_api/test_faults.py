@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import AsyncIterator
+from time import monotonic
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import OnPrefillFailure, Result, RoutingPolicy, SnapshotEngine
 from frontend_api import flow
+from frontend_api.http import upstream
 from frontend_api.http.upstream import Failure
 from frontend_api.processes.listeners import probe_once
-from frontend_api.routing.view import Health
+from frontend_api.routing.view import HANG_PAUSE, Health
 from tests.frontend_api.client import PROMPT, Client, ask, events
 from tests.frontend_api.conftest import MakeSite, Site, until
 from tests.frontend_api.scripted import (
@@ -117,26 +121,42 @@ async def test_nothing_is_prefilled_while_the_only_decode_engine_is_away(make_si
     await site.settled()
 
 
-async def test_who_leaves_while_it_is_seen_whether_decode_is_back_leaves_nothing(make_site: MakeSite) -> None:
+@pytest_asyncio.fixture
+async def hanging(make_site: MakeSite) -> AsyncIterator[Site]:
+    """A site whose decode engine is out, and whose kernel answers nobody."""
     site = await make_site()
     await site.engine("p", Role.PREFILL)
-    with socket.socket() as full:  # the kernel answers nobody beyond its backlog
+    with socket.socket() as full:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
         url = f"http://127.0.0.1:{full.getsockname()[1]}"
         site.add(SnapshotEngine(id="d", name="d", attempt=1, role=Role.DECODE, url=url))
         site.publish()
-        decode = next(engine for engine in site.view.engines() if engine.id == "d")
-        decode.failed(0.0, hangs=False)
-        waiting = [await asyncio.open_connection(*full.getsockname())]
-        async with Client(site.port) as client:
-            client.post(CHAT, PROMPT)
-            await until(lambda: bool(site.router.exchanges) and decode.in_flight == 1)
-        await site.settled()
-        for _, writer in waiting:
-            writer.transport.abort()
+        site.view.deployments["m"].decode[0].failed(0.0, hangs=False)
+        _, writer = await asyncio.open_connection(*full.getsockname())  # its backlog
+        yield site
+        writer.transport.abort()
     assert site.engines["p"].heard == []
-    assert site.record.status == 499
+
+
+async def test_who_leaves_while_it_is_seen_whether_decode_is_back_leaves_nothing(hanging: Site) -> None:
+    (decode,) = hanging.view.deployments["m"].decode
+    async with Client(hanging.port) as client:
+        client.post(CHAT, PROMPT)
+        await until(lambda: bool(hanging.router.exchanges) and decode.in_flight == 1)
+    await hanging.settled()
+    assert hanging.record.status == 499
+
+
+async def test_a_decode_engine_that_still_hangs_is_not_tried_again_at_once(
+    hanging: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstream, "CONNECT_SECONDS", 0.05)
+    before = monotonic()
+    reply = await ask(hanging.port, CHAT, PROMPT)
+    assert (reply.status, reply.error["code"]) == (503, "engine_unreachable")
+    (decode,) = hanging.view.deployments["m"].decode
+    assert decode.retry_at >= before + HANG_PAUSE
 
 
 async def test_a_kept_connection_that_the_engine_closed_costs_nothing(make_site: MakeSite) -> None:
