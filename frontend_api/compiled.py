@@ -20,7 +20,7 @@ from types import ModuleType
 
 PACKAGE = Path(__file__).parent
 MODULES = (
-    "exchange", "flow", "gate", "legs",
+    "exchange", "flow", "gate", "legs", "steps",
     "formats.openai", "formats.sse",
     "http.heads", "http.outbox", "http.reading", "http.server", "http.upstream",
     "kv.blocks", "kv.chains", "kv.contents", "kv.debt", "kv.evidence", "kv.index", "kv.names", "kv.predict", "kv.sequence",

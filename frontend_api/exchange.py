@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.wire import Affinity, Result
-from frontend_api import flow
+from frontend_api import flow, steps
 from frontend_api.formats import openai
 from frontend_api.formats.openai import Ask, Endpoint, Problem
 from frontend_api.http.reading import Request
@@ -189,13 +189,13 @@ class Exchange:
             session = user.encode("utf-8", "surrogatepass")
         return session or None
 
-    def advance(self, outcome: flow.Outcome) -> None:
+    def advance(self, outcome: steps.Outcome) -> None:
         """Tell the flow how its last step went, and take its next."""
         if self._over or self._flow is None:
             return
         try:
             step = self._flow.send(outcome)
-            if isinstance(step, flow.Wait):
+            if isinstance(step, steps.Wait):
                 self._wait(step)
             elif step is not None:
                 self._start(step)
@@ -207,17 +207,17 @@ class Exchange:
             log.exception("defect in the router")
             self.crashed()
 
-    def _start(self, step: flow.Prefill | flow.Decode | flow.Knock) -> None:
+    def _start(self, step: steps.Prefill | steps.Decode | steps.Knock) -> None:
         self.leg = None
         if self._place is not None:
             self._stop_waiting()
         self.account.chosen()
-        if isinstance(step, flow.Knock):
+        if isinstance(step, steps.Knock):
             self._after(asyncio.get_running_loop().create_task(knock(step.engine)), self._knocked)
             return
         pool = self.router.upstreams.pool(step.engine)
         body = self.request.body
-        if isinstance(step, flow.Prefill):
+        if isinstance(step, steps.Prefill):
             receiver: PrefillLeg | AnswerLeg = PrefillLeg(self)
             body = openai.prefill_body(self.endpoint, body)
         else:
@@ -226,7 +226,7 @@ class Exchange:
         self.leg = pool.start(receiver, self._target, self._headers, body, fresh=step.fresh)
 
     def _knocked(self, broken: Broken | None) -> None:
-        self.advance(flow.Lost(broken, False) if broken is not None else None)
+        self.advance(steps.Lost(broken, False) if broken is not None else None)
 
     # ---- waiting for room
 
@@ -235,7 +235,7 @@ class Exchange:
         key = self.request.key
         return key.priority if key is not None else 0
 
-    def _wait(self, step: flow.Wait) -> None:
+    def _wait(self, step: steps.Wait) -> None:
         self.leg = None
         if self._place is not None:
             return  # there was no room: it stays where it stands
@@ -246,7 +246,7 @@ class Exchange:
         if self._place is None:
             self.account.waited(0.0)
             self.advance(
-                flow.NoRoom(f"All engines are busy, and {policy.queue_limit} requests wait already; try again.")
+                steps.NoRoom(f"All engines are busy, and {policy.queue_limit} requests wait already; try again.")
             )
 
     def room(self, deployment: Deployment | None) -> None:
@@ -254,12 +254,12 @@ class Exchange:
             self._deployment = deployment
             cache = self._cache = self.router.evidence.of(deployment)
             self._prompt = self._look_up(cache, self._tokens)
-        self.advance(flow.Room(deployment, self._prompt))
+        self.advance(steps.Room(deployment, self._prompt))
 
     def no_room(self) -> None:
         self._stop_waiting()
         seconds = self._deployment.routing.queue_seconds
-        self.advance(flow.NoRoom(f"All engines are busy: none had room within {seconds:g} seconds; try again."))
+        self.advance(steps.NoRoom(f"All engines are busy: none had room within {seconds:g} seconds; try again."))
 
     def _stop_waiting(self) -> None:
         place, self._place = self._place, None

@@ -27,10 +27,25 @@ from frontend_api.formats.openai import Problem
 from frontend_api.http.upstream import Broken
 from frontend_api.kv.evidence import Prompt
 from frontend_api.routing.choice import Choice, choose, explain_costs
-from frontend_api.routing.costs import Cost, Weighed, fetched
+from frontend_api.routing.costs import Weighed, fetched
 from frontend_api.routing.loads import Loads
 from frontend_api.routing.reason import Reason
 from frontend_api.routing.view import Deployment, Engine, Health, carrying
+from frontend_api.steps import (
+    Began,
+    Decode,
+    Ended,
+    Knock,
+    Lost,
+    NoRoom,
+    Outcome,
+    Prefill,
+    Prefilled,
+    Replied,
+    Room,
+    Step,
+    Wait,
+)
 
 LEASE_SECONDS = 30.0
 """For which a prefill engine keeps KV that nobody has fetched (vLLM 0.32). Its own clock tells the end, so ours counts from
@@ -44,106 +59,6 @@ MAX_STRIKES = 2
 RETRY_AFTER = 2
 OVERLOAD = (429, 503)
 """What an engine answers that has too much to do."""
-
-
-class Prefill:
-    """One leg; the next too. No tuples: compiled code makes one of these in a tenth of the time."""
-
-    __slots__ = ("engine", "fresh")
-
-    def __init__(self, engine: Engine, fresh: bool) -> None:
-        self.engine = engine
-        self.fresh = fresh
-        """On a new connection only."""
-
-
-class Decode:
-    __slots__ = ("engine", "fresh", "params")
-
-    def __init__(self, engine: Engine, params: bytes | None, fresh: bool) -> None:
-        self.engine = engine
-        self.params = params
-        self.fresh = fresh
-
-
-class Knock(NamedTuple):
-    """See whether an engine takes a connection; the outcome is `Lost` or None."""
-
-    engine: Engine
-
-
-class Wait(NamedTuple):
-    """Until there may be room."""
-
-    alone: bool
-    """For an answering engine only."""
-
-
-Step = Prefill | Decode | Knock | Wait | None
-"""None: nothing to start; wait for the end of the stream that has begun."""
-
-
-class Prefilled(NamedTuple):
-    params: bytes | None
-    at: float
-    """Monotonic time of receipt."""
-
-
-class Began:
-    """A good answer is on its way to the client: its first bytes, or all of it."""
-
-    __slots__ = ("token", "whole")
-
-    def __init__(self, whole: bool = False, token: bool = True) -> None:
-        self.whole = whole
-        self.token = token
-        """It has begun with a token: the prompt is computed. A stream of responses is announced before."""
-
-
-class Ended:
-    """The relay of a begun answer is over, well or not; the client has seen it."""
-
-    __slots__ = ("seconds", "steps")
-
-    def __init__(self, steps: int = 0, seconds: float = 0.0) -> None:
-        self.steps = steps
-        """Tokens that came after the first …"""
-        self.seconds = seconds
-        """… and the time they took."""
-
-
-class Replied(NamedTuple):
-    """An engine answered with an error status; the client has seen nothing."""
-
-    status: int
-    body: bytes
-    retry_after: float | None = None
-    """Seconds that it asks for."""
-
-
-class Lost(NamedTuple):
-    """A leg broke before the client had a byte."""
-
-    kind: Broken
-    sent: bool
-
-
-class Room(NamedTuple):
-    """One that waits may choose anew."""
-
-    deployment: Deployment | None
-    """As it is now; None: it is gone."""
-    prompt: Prompt | None
-    """With what the engines have of it now."""
-
-
-class NoRoom(NamedTuple):
-    """One that should wait, or has waited, may not (any more)."""
-
-    message: str
-
-
-Outcome = Prefilled | Began | Ended | Replied | Lost | Room | NoRoom | None
 
 
 class PassOn(NamedTuple):
@@ -178,16 +93,12 @@ class Trace:
         self.fallback = False
         self.cause = ""
         self.weighed: tuple[Weighed, ...] = ()
+        """The candidates of the last choice, as they were then."""
         self.overlap: int | None = None
         """Tokens that the engine which reads the prompt was expected to have; None: not known."""
         self.stranded = 0
         """Prompts whose KV a prefill engine keeps until its lease ends, as no decode engine has ever got its params. (One that
         refuses them, or whose leg is cut, tells the prefill engine.)"""
-
-    @property
-    def costs(self) -> tuple[Cost, ...]:
-        """Of each candidate of the last choice, as they were then."""
-        return tuple(cost for weighed in self.weighed for cost in weighed.costs())
 
     def note(self, choice: Choice, prompt: Prompt | None) -> None:
         self.prefill = choice.prefill.id if choice.prefill else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING
 
-from frontend_api import flow
+from frontend_api import steps
 from frontend_api.formats import openai
 from frontend_api.formats.openai import Problem, Shape
 from frontend_api.formats.sse import EventReader, EventTooLong
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MAX_REPLY = 256 << 20
 """Bytes of a reply that is not streamed."""
-_WHOLE = flow.Began(whole=True)
+_WHOLE = steps.Began(whole=True)
 _STREAM_HEADERS = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 
 
@@ -56,12 +56,12 @@ class PrefillLeg:
         exchange = self._exchange
         exchange.account.prefill_seconds = perf_counter() - self._began_at
         if self._status == 200:
-            exchange.advance(flow.Prefilled(openai.read_params(body), monotonic()))
+            exchange.advance(steps.Prefilled(openai.read_params(body), monotonic()))
         else:
-            exchange.advance(flow.Replied(self._status, body, _retry_after(self._headers)))
+            exchange.advance(steps.Replied(self._status, body, _retry_after(self._headers)))
 
     def failed(self, failure: Failure) -> None:
-        self._exchange.advance(flow.Lost(failure.kind, failure.sent))
+        self._exchange.advance(steps.Lost(failure.kind, failure.sent))
 
     def crashed(self) -> None:
         self._exchange.crashed()
@@ -125,7 +125,7 @@ class AnswerLeg:
                 exchange.account.reader = None
                 if exchange.leg is not None:
                     exchange.leg.cancel()
-                exchange.advance(flow.Replied(self._status, body))
+                exchange.advance(steps.Replied(self._status, body))
                 return
             if reader.empty:
                 self._status = 502
@@ -133,12 +133,12 @@ class AnswerLeg:
                 if exchange.leg is not None:
                     exchange.leg.cancel()
                 problem = Problem(502, "empty_answer", "The engine ended its answer without a single token.")
-                exchange.advance(flow.Replied(502, openai.error_body(problem)))
+                exchange.advance(steps.Replied(502, openai.error_body(problem)))
                 return
             exchange.connection.begin(200, exchange.answer_headers(self._headers) + _STREAM_HEADERS)
             exchange.account.streamed = True
             early = exchange.endpoint.shape is Shape.RESPONSES and not reader.texts
-            exchange.advance(flow.Began(token=not early))
+            exchange.advance(steps.Began(token=not early))
         self._whole = last
         if reader.texts:
             account.relaying()
@@ -150,18 +150,18 @@ class AnswerLeg:
         if reader is None:
             body = b"".join(self._parts)
             if self._status >= 300:
-                exchange.advance(flow.Replied(self._status, body, _retry_after(self._headers)))
+                exchange.advance(steps.Replied(self._status, body, _retry_after(self._headers)))
                 return
             body = openai.read_reply(body, exchange.account.usage)
             exchange.connection.reply(self._status, exchange.answer_headers(self._headers), body)
             exchange.advance(_WHOLE)
         elif not exchange.account.streamed:
             exchange.account.reader = None
-            exchange.advance(flow.Lost(Broken.RESET, True))
+            exchange.advance(steps.Lost(Broken.RESET, True))
         elif reader.done or reader.failed:
             if not self._whole:
                 exchange.connection.send(b"", last=True)
-            exchange.advance(flow.Ended(*(exchange.account.written() if not exchange.held_back else (0, 0.0))))
+            exchange.advance(steps.Ended(*(exchange.account.written() if not exchange.held_back else (0, 0.0))))
         else:
             self._break_off("The engine ended the stream before the answer was whole.")
 
@@ -169,7 +169,7 @@ class AnswerLeg:
         exchange = self._exchange
         if not exchange.account.streamed:
             exchange.account.reader = None
-            exchange.advance(flow.Lost(failure.kind, failure.sent))
+            exchange.advance(steps.Lost(failure.kind, failure.sent))
         elif failure.kind is Broken.SILENT:
             self._break_off("The engine fell silent in the middle of the answer.")
         else:
@@ -185,7 +185,7 @@ class AnswerLeg:
         rest = account.reader.waiting() if account.reader is not None else b""
         event = openai.error_event(Problem(502, "stream_truncated", message), exchange.endpoint.shape)
         exchange.connection.send(rest + event, last=True)
-        exchange.advance(flow.Ended())
+        exchange.advance(steps.Ended())
 
 
 def _retry_after(headers: list[tuple[bytes, bytes]]) -> float | None:

@@ -25,13 +25,14 @@ from controlplane.fleet.wire import RequestRecord
 from frontend_api.formats.openai import Problem, error_body
 from frontend_api.observe.account import STAGES
 from frontend_api.routing.choice import Choice, explain_costs
+from frontend_api.routing.costs import costs_of
 from frontend_api.routing.reason import Reason
 
 if TYPE_CHECKING:
     from frontend_api.flow import Trace
     from frontend_api.http.server import ClientConnection
     from frontend_api.kv.evidence import Cache, Standing
-    from frontend_api.routing.costs import Cost
+    from frontend_api.routing.costs import Cost, Weighed
     from frontend_api.routing.view import Deployment
 
 log = logging.getLogger(__name__)
@@ -279,7 +280,7 @@ def _fitting(decisions: Iterable[Decision], size: int) -> bytes:
 def _decision(kept: Kept, process: int) -> Decision:
     record, trace, deployment = kept.record, kept.trace, kept.deployment
     standing = kept.standing
-    costs = trace.costs or _costs_now(kept)
+    weighed = trace.weighed or _weighed_now(kept)
     return Decision(
         at=record.at,
         process=process,
@@ -307,18 +308,17 @@ def _decision(kept: Kept, process: int) -> Decision:
         overhead_us=record.overhead_us,
         stages_us=dict(zip(STAGES, kept.stages, strict=False)),
         weighed="then" if trace.weighed else "now",
-        candidates=[_candidate(cost, record) for cost in costs],
+        candidates=[_candidate(cost, record) for cost in costs_of(weighed)],
     )
 
 
-def _costs_now(kept: Kept) -> Sequence[Cost]:
+def _weighed_now(kept: Kept) -> Sequence[Weighed]:
     """What would be weighed if the same choice were made now."""
     deployment, record = kept.deployment, kept.record
     engines = {engine.id: engine for engine in (*deployment.prefill, *deployment.answering)}
     prefill, decode = (engines.get(name or "") for name in (record.prefill, record.decode))
     choice = Choice(prefill, decode, Reason.NO_ENGINE)
-    weighed = explain_costs(deployment, choice, now=monotonic())
-    return [cost for pool in weighed for cost in pool.costs()]
+    return explain_costs(deployment, choice, now=monotonic())
 
 
 def _candidate(cost: Cost, record: RequestRecord) -> Candidate:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby, islice
-from typing import TYPE_CHECKING
 
 from frontend_api.flow import Trace
 from frontend_api.kv.evidence import Cache, Prompt
 from frontend_api.observe.account import STAGES
-
-if TYPE_CHECKING:
-    from frontend_api.routing.costs import Cost
+from frontend_api.routing.costs import Cost, costs_of
 
 MOST = 16
 """Candidates of each part, and reasons, that are told: clients have limits for a reply's head. `/debug/decisions` tells all."""
@@ -34,7 +31,7 @@ def headers(
         f"x-tandem-reason: {trace.reason}\r\nx-tandem-fallback: {trace.cause if trace.fallback else '-'}\r\n"
         f"x-tandem-overhead-us: {overhead_us:.0f}\r\nx-tandem-overhead-stages: {spent}\r\n"
         f"{_of_cache(trace, cache, prompt) if cache is not None else ''}"
-        f"x-tandem-candidates: {'; '.join(_candidates(trace.costs)) or '-'}\r\n"
+        f"x-tandem-candidates: {'; '.join(_candidates(costs_of(trace.weighed))) or '-'}\r\n"
     ).encode()
 
 
@@ -48,7 +45,7 @@ def _of_cache(trace: Trace, cache: Cache, prompt: Prompt | None) -> str:
     return f"x-tandem-state: {state}\r\nx-tandem-state-because: {because}\r\nx-tandem-overlap: {overlap}\r\n"
 
 
-def _candidates(costs: tuple[Cost, ...]) -> list[str]:
+def _candidates(costs: Sequence[Cost]) -> list[str]:
     told = []
     for part, group in groupby(costs, key=lambda cost: cost.part):
         found = sorted(group, key=lambda cost: cost.total)

@@ -21,7 +21,7 @@ from xxhash import xxh3_64_intdigest
 
 from controlplane.fleet.wire import Disaggregate, RoutingMode
 from frontend_api.kv.evidence import CACHE_AWARE, Prompt
-from frontend_api.routing.costs import Cost, Part, Weighed, rows_of
+from frontend_api.routing.costs import Part, Weighed, rows_of
 from frontend_api.routing.reason import Reason
 from frontend_api.routing.view import Deployment, Engine, Health
 
@@ -50,11 +50,6 @@ class Choice:
         """It should have been disaggregated and is not."""
         self.weighed = weighed
         """What was weighed where tokens are known, as it was then."""
-
-    @property
-    def costs(self) -> tuple[Cost, ...]:
-        """Of every engine that was weighed, in each part that it could have had."""
-        return tuple(cost for weighed in self.weighed for cost in weighed.costs())
 
 
 NEAR = 1.05

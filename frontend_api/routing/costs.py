@@ -118,3 +118,8 @@ class Weighed:
         """Positions in the pool, the cheapest first; of equal ones the engine taken longest ago."""
         turns = [engine.last_taken for engine in self.engines]
         return sorted(range(len(turns)), key=lambda at: (self.totals[at], turns[at]))
+
+
+def costs_of(weighed: Sequence[Weighed]) -> list[Cost]:
+    """Of every engine that was weighed, in each part that it could have had."""
+    return [cost for pool in weighed for cost in pool.costs()]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from controlplane.fleet.wire import Disaggregate, RoutingMode, RoutingPolicy
 from frontend_api.routing.choice import Choice, choose, explain_costs
-from frontend_api.routing.costs import Part
+from frontend_api.routing.costs import Part, costs_of
 from frontend_api.routing.rates import USUAL_PULL, USUAL_READ, USUAL_STEP
 from frontend_api.routing.reason import Reason
 from frontend_api.routing.view import Deployment, carrying
@@ -69,14 +69,17 @@ def test_all_three_parts_are_told_in_seconds() -> None:
     )
     with carrying(prefill, 300), carrying(decode), carrying(decode):
         choice = choose(deployment, now=0.0, prompt=asked(deployment, 1_000, p0=200, d0=384))
-    told = {c.part: (c.engine.id, c.overlap, c.queue, c.compute, c.transfer, c.stalls, c.streams) for c in choice.costs}
+    told = {
+        c.part: (c.engine.id, c.overlap, c.queue, c.compute, c.transfer, c.stalls, c.streams)
+        for c in costs_of(choice.weighed)
+    }
     local = 616 * USUAL_READ
     assert told == {
         Part.PREFILL: ("p0", 200, 300 * USUAL_READ, 800 * USUAL_READ, 0.0, 0.0, USUAL_STEP),
         Part.DECODE: ("d0", 384, 0.0, 0.0, 5 * 128 * USUAL_PULL, 0.0, 2 * USUAL_STEP),
         Part.LOCAL: ("d0", 384, 0.0, local, 0.0, 2 * local, 2 * USUAL_STEP),
     }
-    for c in choice.costs:
+    for c in costs_of(choice.weighed):
         assert c.total == pytest.approx(c.queue + c.compute + c.transfer + c.stalls + c.streams)
     assert chosen(choice) == ("p0", "d0")
 
@@ -87,8 +90,8 @@ def test_without_tokens_what_can_be_disaggregated_is_and_costs_are_told_to_those
     with carrying(deployment.prefill[1], 500), carrying(deployment.decode[0]):
         choice = choose(deployment, now=0.0)
         assert choice.prefill is not None
-        assert choice.costs == ()
-        costs = [cost for weighed in explain_costs(deployment, choice, now=0.0) for cost in weighed.costs()]
+        assert choice.weighed == ()
+        costs = costs_of(explain_costs(deployment, choice, now=0.0))
     assert [(c.engine.id, c.part, c.overlap, c.queue, c.compute, c.transfer, c.streams) for c in costs] == [
         ("p0", Part.PREFILL, 0, 0.0, 0.0, 0.0, 0.0),
         ("p1", Part.PREFILL, 0, 500 * USUAL_READ, 0.0, 0.0, USUAL_STEP),
@@ -159,7 +162,7 @@ def fleets(draw: st.DrawFn) -> tuple[Deployment, int, dict[str, int]]:
 def test_no_other_way_would_have_been_cheaper(drawn: tuple[Deployment, int, dict[str, int]]) -> None:
     deployment, tokens, overlap = drawn
     choice = choose(deployment, now=0.0, prompt=asked(deployment, tokens, **overlap))
-    costs = {(c.part, c.engine): c.total for c in choice.costs}
+    costs = {(c.part, c.engine): c.total for c in costs_of(choice.weighed)}
     ways = {
         (p, d): costs[Part.PREFILL, p] + costs[Part.DECODE, d]
         for p in deployment.prefill

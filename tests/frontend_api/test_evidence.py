@@ -12,7 +12,7 @@ import pytest
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import FleetSnapshot, RoutingMode, RoutingPolicy, SnapshotDeployment, SnapshotEngine
-from frontend_api.flow import Began, Decode, Ended, Flow, Serving, Trace
+from frontend_api.flow import Flow, Serving, Trace
 from frontend_api.kv.debt import HELD_SECONDS, OWED_SECONDS
 from frontend_api.kv.debt import SENT_SECONDS as SAMPLE_SECONDS
 from frontend_api.kv.evidence import Cache, Evidence, State, source
@@ -21,6 +21,7 @@ from frontend_api.kv.predict import COMPUTED_SECONDS, MOST, SENT_SECONDS, Predic
 from frontend_api.kv.sequence import END, Rank
 from frontend_api.routing.reason import Reason
 from frontend_api.routing.view import Engine, View
+from frontend_api.steps import Began, Decode, Ended
 
 SIZE = 16
 KV = RoutingPolicy(mode=RoutingMode.KV)

@@ -11,26 +11,7 @@ from hypothesis import strategies as st
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import Disaggregate, OnPrefillFailure, RoutingPolicy, SnapshotDeployment, SnapshotEngine
-from frontend_api.flow import (
-    LEASE_MARGIN,
-    LEASE_SECONDS,
-    MAX_LEGS,
-    Began,
-    Decode,
-    Ended,
-    Knock,
-    Lost,
-    NoRoom,
-    Outcome,
-    PassOn,
-    Prefill,
-    Prefilled,
-    Replied,
-    Room,
-    Serving,
-    Trace,
-    Wait,
-)
+from frontend_api.flow import LEASE_MARGIN, LEASE_SECONDS, MAX_LEGS, PassOn, Serving, Trace
 from frontend_api.formats.openai import Problem
 from frontend_api.http.upstream import Broken
 from frontend_api.kv.evidence import Cache, Prompt
@@ -38,6 +19,20 @@ from frontend_api.routing.loads import Loads
 from frontend_api.routing.rates import USUAL_STEP
 from frontend_api.routing.reason import Reason
 from frontend_api.routing.view import HANG_PAUSE, Deployment, Engine, Health
+from frontend_api.steps import (
+    Began,
+    Decode,
+    Ended,
+    Knock,
+    Lost,
+    NoRoom,
+    Outcome,
+    Prefill,
+    Prefilled,
+    Replied,
+    Room,
+    Wait,
+)
 
 P = b'{"remote":1}'
 REFUSED = Lost(Broken.CONNECT, False)

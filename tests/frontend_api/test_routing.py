@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from controlplane.fleet.wire import Disaggregate, RoutingMode, RoutingPolicy
 from frontend_api.kv.evidence import Cache, Prompt
 from frontend_api.routing.choice import choose
+from frontend_api.routing.costs import costs_of
 from frontend_api.routing.rates import ENOUGH, USUAL_PULL, USUAL_READ, USUAL_STEP
 from frontend_api.routing.reason import Reason
 from frontend_api.routing.view import Deployment, Engine, carrying
@@ -121,14 +122,14 @@ def test_every_candidate_is_told_with_its_parts_in_seconds() -> None:
     deployment.settle(0.0)
     with carrying(p0, 500), carrying(deployment.decode[1]):
         choice = choose(deployment, now=0.0, prompt=asked(deployment, 1_000, p0=400, d1=960))
-        told = {c.engine.id: (c.overlap, c.queue, c.compute, c.transfer, c.streams) for c in choice.costs}
+        told = {c.engine.id: (c.overlap, c.queue, c.compute, c.transfer, c.streams) for c in costs_of(choice.weighed)}
         assert told == {
             "p0": (400, 500 * p0.read.pace, 600 * p0.read.pace, 0.0, USUAL_STEP),
             "p1": (0, 0.0, 1_000 * p1.read.pace, 0.0, 0.0),
             "d0": (0, 0.0, 0.0, 1_008 * USUAL_PULL, 0.0),
             "d1": (960, 0.0, 0.0, 48 * USUAL_PULL, USUAL_STEP),
         }
-        for c in choice.costs:
+        for c in costs_of(choice.weighed):
             assert c.total == pytest.approx(c.queue + c.compute + c.transfer + c.stalls + c.streams)
         assert (choice.prefill, choice.decode, choice.reason) == (p1, deployment.decode[0], Reason.LOAD_WINS)
     assert [p0.read.pace, p1.read.pace] == pytest.approx([0.01, 0.001])
@@ -249,7 +250,7 @@ def test_without_tokens_load_alone_decides_and_it_is_said() -> None:
         first = (deployment.prefill or deployment.aggregated)[0]
         with carrying(first, 0):
             choice = choose(deployment, now=0.0)
-        assert (choice.reason, choice.costs) == (Reason.NO_TOKENS, ())
+        assert (choice.reason, choice.weighed) == (Reason.NO_TOKENS, ())
         assert first not in (choice.prefill, choice.decode)
 
 
@@ -258,7 +259,7 @@ def test_a_reason_to_be_alone_is_kept() -> None:
     prompt = asked(deployment, 1_000, d1=800)
     choice = choose(deployment, now=0.0, prompt=prompt, alone=Reason.PROMPT_LOGPROBS)
     assert (choice.prefill, choice.decode, choice.reason) == (None, deployment.decode[1], Reason.PROMPT_LOGPROBS)
-    assert [c.compute for c in choice.costs] == [1_000 * USUAL_READ, 200 * USUAL_READ]
+    assert [c.compute for c in costs_of(choice.weighed)] == [1_000 * USUAL_READ, 200 * USUAL_READ]
 
 
 NAMES = st.lists(st.sampled_from(["p0", "p1", "p2", "d0", "d1", "d2"]), unique=True, max_size=6)
