@@ -26,7 +26,7 @@ from frontend_api.gate import Router
 from frontend_api.http.reading import Limits
 from frontend_api.http.server import Server
 from frontend_api.http.upstream import Upstreams
-from frontend_api.kv.evidence import Evidence
+from frontend_api.kv.evidence import Cache, Evidence
 from frontend_api.observe.telemetry import Telemetry
 from frontend_api.routing.loads import Loads, Table
 from frontend_api.routing.view import View
@@ -117,6 +117,13 @@ class Site:
         snapshot = FleetSnapshot(version=self._version, made_at=1.7e9, deployments=(deployment,), keys=KEYS)
         for engine in self.view.take(snapshot):
             self.upstreams.forget(engine)
+
+    @property
+    def cache(self) -> Cache:
+        """Of the one deployment."""
+        cache = self.evidence.of(self.view.deployments["m"])
+        assert cache is not None
+        return cache
 
     @property
     def in_flight(self) -> dict[str, int]:

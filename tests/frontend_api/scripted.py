@@ -88,6 +88,29 @@ async def answer_well(heard: Heard, writer: asyncio.StreamWriter) -> None:
         writer.write(unary(chat_reply()))
 
 
+def after(go_on: asyncio.Event) -> Answer:
+    """The same, once that is set."""
+
+    async def answer(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        await go_on.wait()
+        await answer_well(heard, writer)
+
+    return answer
+
+
+def dribble(raw: bytes) -> Answer:
+    """These bytes, so many at a time as the request's `step` says."""
+
+    async def answer(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        step = int(heard.body["step"])
+        for at in range(0, len(raw), step):
+            writer.write(raw[at : at + step])
+            await writer.drain()
+            await asyncio.sleep(0)
+
+    return answer
+
+
 class ScriptedEngine:
     """Listens on a port of the system's choice and answers every request by `answer`."""
 

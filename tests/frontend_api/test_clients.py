@@ -4,7 +4,6 @@ aggregated engine. What a stream adds up to is what the same request gives whole
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 from controlplane.fleet.model import Role
 from tests.frontend_api.conftest import MakeSite
 from tests.frontend_api.libraries import added_up, essence
-from tests.frontend_api.scripted import DONE, LAST, ROLE, STREAM_HEAD, USAGE, Heard, chunk, event, framed
+from tests.frontend_api.scripted import DONE, LAST, ROLE, STREAM_HEAD, USAGE, chunk, dribble, event, framed
 
 TEXT = "Tell me of the river, the bridge and the old town. " * 8
 SCHEMA = {
@@ -303,15 +302,8 @@ async def test_text_cut_anywhere_and_marks_inside_it(make_site: MakeSite) -> Non
     counts = event({"choices": [], "usage": USAGE, "system_fingerprint": "f"})
     raw = STREAM_HEAD + framed(b"".join(parts)) + framed(event(finish) + counts + DONE) + LAST
 
-    async def dribble(heard: Heard, writer: asyncio.StreamWriter) -> None:
-        step = int(heard.body["step"])
-        for at in range(0, len(raw), step):
-            writer.write(raw[at : at + step])
-            await writer.drain()
-            await asyncio.sleep(0)
-
     site = await make_site()
-    await site.engine("a", Role.AGGREGATED, dribble)
+    await site.engine("a", Role.AGGREGATED, dribble(raw))
     site.publish()
     async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{site.port}/v1", api_key="none", max_retries=0) as client:
         for step in (1, 3, 64):

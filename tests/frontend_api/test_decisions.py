@@ -132,8 +132,7 @@ async def test_every_candidate_with_the_parts_of_its_cost(make_site: MakeSite) -
     for name, role in (("p0", Role.PREFILL), ("p1", Role.PREFILL), ("d", Role.DECODE)):
         await site.engine(name, role, block_size=16)
     site.publish(policy=RoutingPolicy(mode=RoutingMode.KV_APPROXIMATE, disaggregate=Disaggregate.ALWAYS))
-    cache = site.evidence.of(site.view.deployments["m"])
-    assert cache is not None
+    cache = site.cache
     cache.tokens = TokenIds()
     body = {"model": "m", "prompt": list(range(100)), "max_tokens": 4}
     for _ in range(2):
@@ -211,8 +210,7 @@ async def test_a_reply_tells_of_no_more_reasons_than_clients_bear(make_site: Mak
     for number in range(1, 40):
         site.add(SnapshotEngine(id=f"a{number}", name="a", attempt=1, role=Role.AGGREGATED, url="http://127.0.0.1:9"))
     site.publish(policy=RoutingPolicy(mode=RoutingMode.KV))
-    cache = site.evidence.of(site.view.deployments["m"])
-    assert cache is not None
+    cache = site.cache
     cache.tokens = TokenIds()
     reply = await ask(site.port, "/v1/completions", {"model": "m", "prompt": [1]}, **{"x-tandem-explain": "1"})
     because = reply.headers["x-tandem-state-because"]

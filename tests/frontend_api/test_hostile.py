@@ -18,7 +18,18 @@ from frontend_api import flow
 from frontend_api.http.reading import MOST_FIELDS, PIECE, Limits, RequestReader
 from tests.frontend_api.client import PROMPT, Client, ask, events, request
 from tests.frontend_api.conftest import MakeSite, Site, until
-from tests.frontend_api.scripted import LAST, ROLE, STREAM_HEAD, Heard, answer_well, chat_reply, chunk, framed, unary
+from tests.frontend_api.scripted import (
+    LAST,
+    ROLE,
+    STREAM_HEAD,
+    Heard,
+    after,
+    answer_well,
+    chat_reply,
+    chunk,
+    framed,
+    unary,
+)
 
 CHAT = "/v1/chat/completions"
 BODY = json.dumps(PROMPT).encode()
@@ -667,12 +678,7 @@ async def test_a_connection_that_is_to_close_waits_for_no_client_that_takes_noth
 async def test_idle_connections_close_and_busy_ones_do_not(make_site: MakeSite) -> None:
     site = await make_site()
     go_on = asyncio.Event()
-
-    async def later(heard: Heard, writer: asyncio.StreamWriter) -> None:
-        await go_on.wait()
-        await answer_well(heard, writer)
-
-    await site.engine("a", Role.AGGREGATED, later)
+    await site.engine("a", Role.AGGREGATED, after(go_on))
     site.publish()
     async with Client(site.port) as busy, Client(site.port) as idle:
         busy.post(CHAT, PROMPT)
@@ -686,12 +692,7 @@ async def test_idle_connections_close_and_busy_ones_do_not(make_site: MakeSite) 
 async def test_a_connection_is_not_idle_for_as_long_as_its_reply_took(make_site: MakeSite) -> None:
     site = await make_site()
     go_on = asyncio.Event()
-
-    async def later(heard: Heard, writer: asyncio.StreamWriter) -> None:
-        await go_on.wait()
-        await answer_well(heard, writer)
-
-    await site.engine("a", Role.AGGREGATED, later)
+    await site.engine("a", Role.AGGREGATED, after(go_on))
     site.publish()
     async with Client(site.port) as client:
         client.post(CHAT, PROMPT)
@@ -710,12 +711,7 @@ async def test_a_connection_is_not_idle_for_as_long_as_its_reply_took(make_site:
 async def test_drain_finishes_streams_and_takes_no_new_ones(make_site: MakeSite) -> None:
     site = await make_site()
     go_on = asyncio.Event()
-
-    async def later(heard: Heard, writer: asyncio.StreamWriter) -> None:
-        await go_on.wait()
-        await answer_well(heard, writer)
-
-    await site.engine("a", Role.AGGREGATED, later)
+    await site.engine("a", Role.AGGREGATED, after(go_on))
     site.publish()
     async with Client(site.port) as busy, Client(site.port) as idle:
         busy.post(CHAT, {**PROMPT, "stream": True})

@@ -67,9 +67,7 @@ class Scene:
 
     @property
     def cache(self) -> Cache:
-        cache = self.site.evidence.of(self.site.view.deployments["m"])
-        assert cache is not None
-        return cache
+        return self.site.cache
 
     @property
     def standing(self) -> tuple[str, dict[str, str]]:

@@ -143,9 +143,7 @@ class Fleet:
 
     @property
     def cache(self) -> Cache:
-        cache = self.site.evidence.of(self.site.view.deployments["m"])
-        assert cache is not None
-        return cache
+        return self.site.cache
 
     def rank(self, name: str) -> Any:
         return next(rank for engine, (rank,) in self.cache.ranks.items() if engine.id == name)

@@ -107,9 +107,7 @@ async def known_pair(make_site: MakeSite, **policy: Any) -> tuple[Site, Engine, 
     await site.engine("d", Role.DECODE)
     site.publish(policy=RoutingPolicy(mode=RoutingMode.KV, **policy))
     deployment = site.view.deployments["m"]
-    cache = site.evidence.of(deployment)
-    assert cache is not None
-    cache.tokens = Known()
+    site.cache.tokens = Known()
     return site, deployment.prefill[0], deployment.decode[0]
 
 
@@ -120,12 +118,10 @@ async def test_a_defect_behind_a_slow_tokenisation_is_answered(make_site: MakeSi
 
     class Broken(Known):
         def at_once(self, endpoint: Endpoint, body: bytes) -> array[int] | Slow | None:
-            return Odd()  # type: ignore[return-value]
+            return Odd()
 
     site, _, _ = await known_pair(make_site)
-    cache = site.evidence.of(site.view.deployments["m"])
-    assert cache is not None
-    cache.tokens = Broken()
+    site.cache.tokens = Broken()
     reply = await asyncio.wait_for(ask(site.port, CHAT, PROMPT), 30.0)
     assert (reply.status, reply.error["code"]) == (500, "internal_error")
     await site.settled()

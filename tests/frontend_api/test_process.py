@@ -53,6 +53,7 @@ from tests.frontend_api.scripted import (
     Answer,
     Heard,
     ScriptedEngine,
+    after,
     answer_well,
     chunk,
     framed,
@@ -222,12 +223,7 @@ async def test_the_death_of_one_process_breaks_its_own_streams_only(run: Run, en
 
 async def test_sigterm_lets_the_streams_of_all_processes_finish(run: Run, engine: ScriptedEngine) -> None:
     go_on = asyncio.Event()
-
-    async def later(heard: Heard, writer: asyncio.StreamWriter) -> None:
-        await go_on.wait()
-        await answer_well(heard, writer)
-
-    engine.answer = later
+    engine.answer = after(go_on)
     program = await run("--no-auth", "--model", "m", "--aggregated", engine.url, "--processes", "4")
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(Client(program.port)) for _ in range(12)]
@@ -250,12 +246,7 @@ async def test_sigterm_lets_the_streams_of_all_processes_finish(run: Run, engine
 
 async def test_a_process_that_drains_alone_gets_no_more(run: Run, engine: ScriptedEngine) -> None:
     go_on = asyncio.Event()
-
-    async def later(heard: Heard, writer: asyncio.StreamWriter) -> None:
-        await go_on.wait()
-        await answer_well(heard, writer)
-
-    engine.answer = later
+    engine.answer = after(go_on)
     program = await run("--no-auth", "--model", "m", "--aggregated", engine.url, "--processes", "2")
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(Client(program.port)) for _ in range(2)]
@@ -303,12 +294,7 @@ async def test_redis_goes_while_requests_run_and_comes_back(run: Run, engine: Sc
 async def test_real_routers_do_not_herd(run: Run, tmp_path: Path, processes: int) -> None:
     """Case dyn-A22. Alone, each process would begin with the same engine: one request after the other, and a burst."""
     go_on = asyncio.Event()
-
-    async def later(heard: Heard, writer: asyncio.StreamWriter) -> None:
-        await go_on.wait()
-        await answer_well(heard, writer)
-
-    engines = [await ScriptedEngine(later).start() for _ in range(4)]
+    engines = [await ScriptedEngine(after(go_on)).start() for _ in range(4)]
     urls = [engine.url for engine in engines]
     program = await run("--no-auth", "--model", "m", "--aggregated", *urls, "--processes", str(processes))
     counts = lambda: [len(engine.heard) for engine in engines]  # noqa: E731
@@ -411,12 +397,7 @@ async def test_children_end_when_their_parent_is_killed(run: Run, engine: Script
 
 async def test_sigterm_lets_a_stream_finish(run: Run, engine: ScriptedEngine) -> None:
     go_on = asyncio.Event()
-
-    async def later(heard: Heard, writer: asyncio.StreamWriter) -> None:
-        await go_on.wait()
-        await answer_well(heard, writer)
-
-    engine.answer = later
+    engine.answer = after(go_on)
     program = await run("--no-auth", "--model", "m", "--aggregated", engine.url)
     async with Client(program.port) as client:
         client.post(CHAT, {**PROMPT, "stream": True})

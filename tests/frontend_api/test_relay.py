@@ -27,6 +27,7 @@ from tests.frontend_api.scripted import (
     Heard,
     chat_reply,
     chunk,
+    dribble,
     event,
     framed,
     unary,
@@ -301,15 +302,8 @@ async def test_events_split_anywhere_arrive_whole(make_site: MakeSite) -> None:
     text = ROLE + chunk("é ✓ [DONE]") + event({"choices": [], "usage": USAGE}) + DONE
     raw = STREAM_HEAD + framed(text[:60]) + framed(text[60:61]) + framed(text[61:]) + LAST
 
-    async def dribble(heard: Heard, writer: asyncio.StreamWriter) -> None:
-        step = int(heard.body["step"])
-        for at in range(0, len(raw), step):
-            writer.write(raw[at : at + step])
-            await writer.drain()
-            await asyncio.sleep(0)
-
     site = await make_site()
-    await site.engine("a", Role.AGGREGATED, dribble)
+    await site.engine("a", Role.AGGREGATED, dribble(raw))
     site.publish()
     for step in (1, 2, 3, 7, 50):
         reply = await ask(site.port, CHAT, {**PROMPT, "stream": True, "stream_options": ASKED, "step": step})

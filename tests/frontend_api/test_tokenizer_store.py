@@ -137,8 +137,7 @@ async def test_a_router_is_blind_until_the_tokenizer_comes(
     site.publish(policy=policy, tokenizer="/of/another/machine", tokenizer_key=key)
     follower = asyncio.create_task(Follower(site.evidence, lambda *where: Tokenizer(store.folder(*where))).run())
     try:
-        cache = site.evidence.of(site.view.deployments["m"])
-        assert cache is not None
+        cache = site.cache
         await until(lambda: redis.asked > 2)
         assert cache.standing() == (State.BLIND, {"*": "the engines' machine has not offered their tokenizer yet"})
         redis.values[key] = tokenizer_files.pack(files)

@@ -28,7 +28,7 @@ from frontend_api.tokens.check import EVERY_SECONDS, MISMATCH_SECONDS, UNVERIFIE
 from frontend_api.tokens.tokenizer import Tokenizer
 from tests.frontend_api.client import ask
 from tests.frontend_api.conftest import MakeSite, Site, until
-from tests.frontend_api.scripted import Heard, answer_well, unary
+from tests.frontend_api.scripted import Heard, after, unary
 from tests.frontend_api.test_kv_standins import Standin
 from tests.frontend_api.tiny_model import CHATML, write_model
 from workers.sim import messages, responses
@@ -130,9 +130,7 @@ class Bench:
 
     @property
     def cache(self) -> Cache:
-        cache = self.site.evidence.of(self.site.view.deployments["m"])
-        assert cache is not None
-        return cache
+        return self.site.cache
 
     @property
     def state(self) -> Tokenization | None:
@@ -313,8 +311,7 @@ async def test_a_standin_with_a_models_tokenizer_has_its_ids_and_a_fault_is_seen
     try:
         site.add(engine.spec())
         site.publish(policy=RoutingPolicy(mode=RoutingMode.KV), tokenizer=str(model))
-        cache = site.evidence.of(site.view.deployments["m"])
-        assert cache is not None
+        cache = site.cache
         await until(lambda: cache.standing().state is State.EXACT)
         assert await check.one_step(now)
         assert cache.standing() == (State.EXACT, {})
@@ -403,8 +400,7 @@ async def test_an_answer_that_counts_other_prompt_tokens_is_held_against_its_eng
     site = await make_site()
     await site.engine("a0", Role.AGGREGATED)  # it always counts 7
     site.publish(policy=RoutingPolicy(mode=RoutingMode.KV_APPROXIMATE))
-    cache = site.evidence.of(site.view.deployments["m"])
-    assert cache is not None
+    cache = site.cache
     tokens = cache.tokens = FixedTokens()
 
     async def chat(ids: int, stream: bool) -> None:
@@ -434,17 +430,11 @@ async def test_an_answer_that_counts_other_prompt_tokens_is_held_against_its_eng
 
 async def test_no_answer_is_held_against_a_tokenizer_that_came_after_its_request(make_site: MakeSite) -> None:
     go_on = asyncio.Event()
-
-    async def later(heard: Heard, writer: asyncio.StreamWriter) -> None:
-        await go_on.wait()
-        await answer_well(heard, writer)
-
     site = await make_site()
-    await site.engine("a0", Role.AGGREGATED, later)  # it always counts 7
+    await site.engine("a0", Role.AGGREGATED, after(go_on))  # it always counts 7
     kv = RoutingPolicy(mode=RoutingMode.KV_APPROXIMATE)
     site.publish(policy=kv, tokenizer="wrong")
-    cache = site.evidence.of(site.view.deployments["m"])
-    assert cache is not None
+    cache = site.cache
     tokens = cache.tokens = FixedTokens()
     tokens.count = 9
     asked = asyncio.create_task(ask(site.port, "/v1/chat/completions", {"model": "m", "messages": []}))
@@ -461,17 +451,11 @@ async def test_no_answer_is_held_against_a_tokenizer_that_came_after_its_request
 @pytest.mark.parametrize("change", ["tokenizer", "mode"])
 async def test_who_waited_is_weighed_only_by_the_tokens_of_now(make_site: MakeSite, change: str) -> None:
     go_on = asyncio.Event()
-
-    async def later(heard: Heard, writer: asyncio.StreamWriter) -> None:
-        await go_on.wait()
-        await answer_well(heard, writer)
-
     site = await make_site()
-    await site.engine("a0", Role.AGGREGATED, later)
+    await site.engine("a0", Role.AGGREGATED, after(go_on))
     kv = RoutingPolicy(mode=RoutingMode.KV_APPROXIMATE, max_in_flight=1)
     site.publish(policy=kv)
-    cache = site.evidence.of(site.view.deployments["m"])
-    assert cache is not None
+    cache = site.cache
     tokens = cache.tokens = FixedTokens()
     tokens.count = 7
     body = {"model": "m", "messages": []}

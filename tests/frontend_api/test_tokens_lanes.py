@@ -53,8 +53,7 @@ async def watched(make_site: MakeSite, folder: Path) -> tuple[Site, Watched]:
     site = await make_site()
     await site.engine("a0", Role.AGGREGATED)
     site.publish(policy=RoutingPolicy(mode=RoutingMode.KV_APPROXIMATE))
-    cache = site.evidence.of(site.view.deployments["m"])
-    assert cache is not None
+    cache = site.cache
     tokens = cache.tokens = Watched(Tokenizer(write_model(folder)))
     return site, tokens
 
