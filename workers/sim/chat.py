@@ -7,12 +7,12 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 
-from workers.sim.generation import Choice, Generation, Job, check_length
+from workers.sim.generation import Choice, Generation, check_length, job_of
 from workers.sim.http import DONE, ApiError, event, invalid, late
 from workers.sim.model_tokens import chat_text, ids
 from workers.sim.requests import ChatRequest, Json, parse
 from workers.sim.schema import script
-from workers.sim.sequence import Sampling, TokenLogprob
+from workers.sim.sequence import TokenLogprob
 from workers.sim.settings import FINGERPRINT, Settings
 
 
@@ -106,24 +106,12 @@ class Chat:
         check_length(prompt, settings.max_model_len)
         asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-        self.job = Job(
-            prompts=(prompt,),
-            sampling=Sampling(
-                max_tokens=answer_length(asked, name, request.min_tokens, len(prompt), settings.max_model_len),
-                min_tokens=request.min_tokens,
-                ignore_eos=request.ignore_eos,
-                stop=request.stops(),
-                stop_token_ids=tuple(request.stop_token_ids or ()),
-                include_stop=request.include_stop_str_in_output,
-                logprobs=max(self._top, 1) if request.logprobs else None,
-                script=self.calls.script if self.calls else json_script(request.response_format),
-            ),
-            n=request.n or 1,
-            stream=bool(request.stream),
-            temperature=1.0 if request.temperature is None else request.temperature,
-            seed=request.seed,
-            cache_salt=request.cache_salt,
-            kv_transfer_params=request.kv_transfer_params,
+        self.job = job_of(
+            request,
+            (prompt,),
+            max_tokens=answer_length(asked, name, request.min_tokens, len(prompt), settings.max_model_len),
+            logprobs=max(self._top, 1) if request.logprobs else None,
+            script=self.calls.script if self.calls else json_script(request.response_format),
         )
 
     def _finish_reason(self, reason: str | None) -> str | None:

@@ -6,11 +6,11 @@ import time
 from collections.abc import AsyncIterator, Iterable
 
 from workers.sim.chat import answer_length, json_script
-from workers.sim.generation import Choice, Generation, Job, check_length
+from workers.sim.generation import Choice, Generation, check_length, job_of
 from workers.sim.http import DONE, ApiError, event, invalid
 from workers.sim.model_tokens import ids, vocabulary
 from workers.sim.requests import CompletionRequest, Json, parse
-from workers.sim.sequence import Sampling, TokenLogprob
+from workers.sim.sequence import TokenLogprob
 from workers.sim.settings import FINGERPRINT, Settings
 
 
@@ -73,24 +73,12 @@ class Completion:
         for prompt in prompts:
             check_length(prompt, settings.max_model_len)
         most, longest = max(map(len, prompts)), settings.max_model_len
-        self.job = Job(
-            prompts=prompts,
-            sampling=Sampling(
-                max_tokens=answer_length(request.max_tokens, "max_tokens", request.min_tokens, most, longest),
-                min_tokens=request.min_tokens,
-                ignore_eos=request.ignore_eos,
-                stop=request.stops(),
-                stop_token_ids=tuple(request.stop_token_ids or ()),
-                include_stop=request.include_stop_str_in_output,
-                logprobs=request.logprobs,
-                script=json_script(request.response_format),
-            ),
-            n=request.n or 1,
-            stream=bool(request.stream),
-            temperature=1.0 if request.temperature is None else request.temperature,
-            seed=request.seed,
-            cache_salt=request.cache_salt,
-            kv_transfer_params=request.kv_transfer_params,
+        self.job = job_of(
+            request,
+            prompts,
+            max_tokens=answer_length(request.max_tokens, "max_tokens", request.min_tokens, most, longest),
+            logprobs=request.logprobs,
+            script=json_script(request.response_format),
         )
 
     def refuse(self, error: ApiError) -> ApiError:

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from workers.sim.engine import Engine
 from workers.sim.http import internal, invalid, late
+from workers.sim.requests import Common
 from workers.sim.sequence import Output, Sampling, Sequence, TokenLogprob
 from workers.sim.transfer import remote_of
 
@@ -26,6 +27,31 @@ class Job(Struct, frozen=True):
     seed: int | None = None
     cache_salt: str | None = None
     kv_transfer_params: dict[str, object] | None = None
+
+
+def job_of(
+    request: Common, prompts: tuple[list[int], ...], *, max_tokens: int, logprobs: int | None, script: tuple[str, ...]
+) -> Job:
+    """Of a chat or text completion."""
+    return Job(
+        prompts=prompts,
+        sampling=Sampling(
+            max_tokens=max_tokens,
+            min_tokens=request.min_tokens,
+            ignore_eos=request.ignore_eos,
+            stop=request.stops(),
+            stop_token_ids=tuple(request.stop_token_ids or ()),
+            include_stop=request.include_stop_str_in_output,
+            logprobs=logprobs,
+            script=script,
+        ),
+        n=request.n or 1,
+        stream=bool(request.stream),
+        temperature=1.0 if request.temperature is None else request.temperature,
+        seed=request.seed,
+        cache_salt=request.cache_salt,
+        kv_transfer_params=request.kv_transfer_params,
+    )
 
 
 class Choice(Struct):
