@@ -80,10 +80,6 @@ def identify(
     return identity
 
 
-def stored_identity(folder: Path) -> Identity | None:
-    return _read(folder / NODE_FILE)
-
-
 def ask_control_plane(url: str, token: str, name: str) -> Identity | None:
     """One attempt. None: the control plane is not up yet.
 
