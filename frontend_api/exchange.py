@@ -20,7 +20,7 @@ from frontend_api.formats import openai
 from frontend_api.formats.openai import Ask, Endpoint, Problem
 from frontend_api.http.reading import Request
 from frontend_api.http.server import ClientConnection
-from frontend_api.http.upstream import Broken, Leg, knock
+from frontend_api.http.upstream import Broken, Leg, probe
 from frontend_api.kv.evidence import Cache, Prompt, Standing
 from frontend_api.legs import AnswerLeg, PrefillLeg
 from frontend_api.limits import answers, charges
@@ -207,13 +207,13 @@ class Exchange:
             log.exception("defect in the router")
             self.crashed()
 
-    def _start(self, step: steps.Prefill | steps.Decode | steps.Knock) -> None:
+    def _start(self, step: steps.Prefill | steps.Decode | steps.Probe) -> None:
         self.leg = None
         if self._place is not None:
             self._stop_waiting()
         self.account.chosen()
-        if isinstance(step, steps.Knock):
-            self._after(asyncio.get_running_loop().create_task(knock(step.engine)), self._knocked)
+        if isinstance(step, steps.Probe):
+            self._after(asyncio.get_running_loop().create_task(probe(step.engine)), self._probed)
             return
         pool = self.router.upstreams.pool(step.engine)
         body = self.request.body
@@ -225,7 +225,7 @@ class Exchange:
             body = openai.answer_body(body, self._ask.metering, step.params)
         self.leg = pool.start(receiver, self._target, self._headers, body, fresh=step.fresh)
 
-    def _knocked(self, broken: Broken | None) -> None:
+    def _probed(self, broken: Broken | None) -> None:
         self.advance(steps.Lost(broken, False) if broken is not None else None)
 
     # ---- waiting for room

@@ -35,12 +35,12 @@ from frontend_api.steps import (
     Began,
     Decode,
     Ended,
-    Knock,
     Lost,
     NoRoom,
     Outcome,
     Prefill,
     Prefilled,
+    Probe,
     Replied,
     Room,
     Step,
@@ -253,7 +253,7 @@ class Serving:
         if decode.health is Health.DOWN:
             self.legs += 1
             with carrying(decode):
-                outcome = yield Knock(decode)
+                outcome = yield Probe(decode)
             if outcome is not None:
                 return self._gave_nothing(decode, outcome)
             decode.accepts()

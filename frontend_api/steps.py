@@ -34,7 +34,7 @@ class Decode:
         self.fresh = fresh
 
 
-class Knock(NamedTuple):
+class Probe(NamedTuple):
     """See whether an engine takes a connection; the outcome is `Lost` or None."""
 
     engine: Engine
@@ -47,7 +47,7 @@ class Wait(NamedTuple):
     """For an answering engine only."""
 
 
-Step = Prefill | Decode | Knock | Wait | None
+Step = Prefill | Decode | Probe | Wait | None
 """None: nothing to start; the outcome is `Ended`, of the stream that has begun."""
 
 

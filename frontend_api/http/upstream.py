@@ -468,8 +468,8 @@ class Upstreams:
         self._pools.clear()
 
 
-async def knock(engine: Engine) -> Broken | None:
-    """Why the engine takes no TCP connection now; None: it takes one. The cheap probe for engines that failed."""
+async def probe(engine: Engine) -> Broken | None:
+    """Why the engine takes no TCP connection now; None: it takes one."""
     url = urlsplit(engine.spec.url)
     try:
         async with asyncio.timeout(CONNECT_SECONDS):

@@ -31,13 +31,12 @@ HEARTBEAT_SECONDS = 10.0
 """Without a sign of life, twice this, a connection is made anew: a machine that vanished does not end it, and whoever publishes
 there now would not be heard."""
 LOOK_SECONDS = 0.05
-"""Batches that follow each other more quickly are looked for so often: to be woken for each costs more than what it says."""
+"""So often batches are looked for while they follow each other more quickly: to be woken for each costs more than it says."""
 TURN_SECONDS = 0.002
 """For which batches are taken before other tasks get their turn."""
 MOST_BYTES = 16 << 20
 """Of a batch. A real one tells of one step of an engine, some hundred kilobytes; whoever sends more is not listened to, which
 the sequence or the replay shows."""
-
 
 _NONE = END - 1
 _S = TypeVar("_S", bound=zmq.Socket[Any])
@@ -211,8 +210,9 @@ class _Heard:
 
 
 def _till_next_look(now: float) -> float:
-    """Seconds. The same moment for all ranks: they share its cost. The half: a clock that is a hair early is not late."""
-    return 1.5 * LOOK_SECONDS - (now + LOOK_SECONDS / 2) % LOOK_SECONDS
+    """Seconds. All ranks look at the same moments, so that they share the cost. Who was woken a hair too early is not to look
+    twice: the moment after the nearest one."""
+    return (round(now / LOOK_SECONDS) + 1) * LOOK_SECONDS - now
 
 
 def _sequence(frames: Sequence[bytes]) -> int:

@@ -1,4 +1,4 @@
-"""What comes in beside requests: snapshots from Redis or disk, and whether engines that failed accept connections again.
+"""What goes on beside requests: snapshots in, from Redis or disk; records and status out; probes of engines that failed.
 
 The snapshot is read whole whenever the channel speaks, and every few seconds in any case. Without Redis the last snapshot
 (first from disk, then the one in memory) stays in force for as long as it takes.
@@ -30,7 +30,7 @@ from controlplane.fleet.wire import (
     encode_lines,
     router_key,
 )
-from frontend_api.http.upstream import Upstreams, knock
+from frontend_api.http.upstream import Upstreams, probe
 from frontend_api.kv.evidence import Evidence
 from frontend_api.observe.telemetry import Telemetry
 from frontend_api.routing.view import Health, View
@@ -221,7 +221,7 @@ async def end(tasks: Iterable[asyncio.Task[None]]) -> None:
 async def probe_once(view: View) -> None:
     """Let engines that failed back in, half-open, once they accept a connection."""
     down = [engine for engine in view.engines() if engine.health is Health.DOWN]
-    for engine, broken in zip(down, await asyncio.gather(*map(knock, down)), strict=True):
+    for engine, broken in zip(down, await asyncio.gather(*map(probe, down)), strict=True):
         if broken is None:
             engine.accepts()
 

@@ -1,4 +1,4 @@
-"""What this router process knows: the snapshot, each engine's in-flight load and its health. The only mutable state.
+"""What this router process knows of the fleet: the snapshot, each engine's in-flight load and its health.
 
 It does no IO. Load is written by `carrying` alone, and `loads` adds what the other routers have; a health check or a new
 snapshot never touches it.

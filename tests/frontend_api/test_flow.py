@@ -23,12 +23,12 @@ from frontend_api.steps import (
     Began,
     Decode,
     Ended,
-    Knock,
     Lost,
     NoRoom,
     Outcome,
     Prefill,
     Prefilled,
+    Probe,
     Replied,
     Room,
     Wait,
@@ -91,9 +91,9 @@ def walk(
         if step is None:
             outcome = Ended()
             continue
-        assert isinstance(step, Prefill | Decode | Knock)
+        assert isinstance(step, Prefill | Decode | Probe)
         with_kv = "+kv" if isinstance(step, Decode) and step.params else ""
-        legs.append(step.engine.id + ("?" if isinstance(step, Knock) else with_kv + ("!" if step.fresh else "")))
+        legs.append(step.engine.id + ("?" if isinstance(step, Probe) else with_kv + ("!" if step.fresh else "")))
         assert load(deployment).get(step.engine.id) == 1, "load is counted before the leg begins"
         outcome = todo.pop(0)(clock)
 
@@ -467,7 +467,7 @@ def test_whatever_happens_load_returns_to_zero_and_legs_are_bounded(
             if word == "close":
                 flow.close()
                 break
-            if isinstance(step, Knock):
+            if isinstance(step, Probe):
                 assert down
                 outcome = REFUSED if word == "refused" else None
                 continue
