@@ -99,11 +99,23 @@ def _routing(arguments: argparse.Namespace) -> RoutingPolicy:
     return policy
 
 
+def _given_for_a_model(arguments: argparse.Namespace) -> bool:
+    """Whether there are options that a fleet file or the control plane would leave without effect."""
+    engines = arguments.prefill, arguments.decode, arguments.aggregated, arguments.kv_events, arguments.tokenizer
+    return any(engines) or _routing(arguments) != RoutingPolicy()
+
+
 def options(arguments: argparse.Namespace, settings: config.Config) -> Options:
     """The options of one process. Raises `InvalidInput` for arguments that do not fit together."""
     fleet = None
     if arguments.fleet and arguments.model:
         raise InvalidInput("Give --fleet FILE or --model NAME, not both.", field="fleet")
+    if not arguments.model and _given_for_a_model(arguments):
+        raise InvalidInput(
+            "Name the model that engines and routing are given for: --model NAME. Fleet files and the control plane say both "
+            "themselves.",
+            field="model",
+        )
     if arguments.fleet:
         fleet = standalone.from_file(arguments.fleet)
         if not arguments.no_auth and not fleet.keys:
@@ -122,8 +134,6 @@ def options(arguments: argparse.Namespace, settings: config.Config) -> Options:
             tokenizer=str(arguments.tokenizer.resolve()) if arguments.tokenizer else "",
             kv_events=arguments.kv_events,
         )
-    elif arguments.prefill or arguments.decode or arguments.aggregated:
-        raise InvalidInput("Name the model that these engines serve: --model NAME.", field="model")
     elif not settings.redis_url:
         raise InvalidInput("Set REDIS_URL (the control plane's Redis), or give --fleet FILE or --model NAME.")
     if not 1 <= arguments.max_body_mb <= 4096:

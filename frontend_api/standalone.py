@@ -64,13 +64,22 @@ def from_urls(
             "or choose --mode kv-approximate.",
             field="kv_events",
         )
-    publishers = dict(map(_publisher, kv_events))
-    engines = []
+    if kv_events and routing.mode is not RoutingMode.KV:
+        raise InvalidInput(f"--mode {routing.mode} follows no --kv-events: add --mode kv.", field="kv_events")
+    publishers: dict[str, _Publisher] = {}
+    for text in kv_events:
+        url, publisher = _publisher(text)
+        if url in publishers:
+            raise InvalidInput(f"--kv-events: {url} is given twice.", field="kv_events")
+        publishers[url] = publisher
+    engines: list[SnapshotEngine] = []
     for role, urls in ((Role.PREFILL, prefill), (Role.DECODE, decode), (Role.AGGREGATED, aggregated)):
         for index, url in enumerate(urls):
             check_url(url, f"--{role}")
             name = f"{role}-{index}"
             url = url.rstrip("/")
+            if any(url == engine.url for engine in engines):
+                raise InvalidInput(f"--{role}: {url} is given twice.", field=str(role))
             events, replay, ranks = publishers.pop(url, _Publisher())
             engines.append(
                 SnapshotEngine(
@@ -129,7 +138,8 @@ def check_url(url: str, where: str) -> None:
     """Raises `InvalidInput` unless it is http://HOST[:PORT]."""
     try:
         parts = urlsplit(url)
-        fine = parts.scheme == "http" and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        port, rest = parts.port, (parts.path.strip("/"), parts.query, parts.fragment, parts.username)
+        fine = parts.scheme == "http" and bool(parts.hostname) and port != 0 and not any(rest)
     except ValueError:
         fine = False
     if not fine or not url.isascii() or any(c.isspace() for c in url):

@@ -503,6 +503,11 @@ def test_an_occupied_port_is_one_clear_sentence(tmp_path: Path) -> None:
         (["--fleet", "/dev/null"], "--fleet /dev/null"),
         (["--model", "m", "--aggregated", "http://x:1"], "--no-auth"),
         (["--aggregated", "http://x:1"], "--model"),
+        (["--fleet", "/nowhere", "--mode", "kv"], "--model"),
+        (["--fleet", "/nowhere", "--tokenizer", "/model"], "--model"),
+        (["--fleet", "/nowhere", "--aggregated", "http://x:1"], "--model"),
+        (["--no-auth", "--model", "m", "--aggregated", "http://x:1", "http://x:1/"], "http://x:1 is given twice"),
+        (["--no-auth", "--model", "m", "--aggregated", "http://x:1/v1"], "http://HOST:PORT"),
         (["--no-auth", "--model", "m"], "--aggregated"),
         (["--no-auth", "--model", "m", "--prefill", "http://x:1"], "--decode"),
         (["--no-auth", "--model", "m", "--aggregated", "x:1"], "http://HOST:PORT"),
@@ -516,8 +521,9 @@ def test_arguments_that_do_not_fit(tmp_path: Path, arguments: list[str], says: s
 
 
 @pytest.mark.parametrize(
-    "url", ["", "x", "https://x:1", "http://", "http://x:0", "http://x:99999", "http://x y:1", "http://x:1\r\nA: b"]
-)
+    "url", ["", "x", "https://x:1", "http://", "http://x:0", "http://x:99999", "http://x y:1", "http://x:1\r\nA: b",
+            "http://x:1/v1", "http://x:1?a=b", "http://u:p@x:1", "http://u@x:1"],
+)  # fmt: skip
 def test_engine_urls_are_checked(url: str) -> None:
     with pytest.raises(InvalidInput):
         standalone.from_urls("m", aggregated=[url])
@@ -591,6 +597,9 @@ def test_a_fleet_from_the_command_line_knows_its_publishers() -> None:
         ("kv-approximate", {}, "tokenizer"),
         ("kv", {"tokenizer": "/model"}, "kv_events"),
         ("kv", {"tokenizer": "/model", "kv_events": ["http://b:1=tcp://a:2"]}, "kv_events"),
+        ("kv", {"tokenizer": "/model", "kv_events": [EVENTS, "http://a:1/=tcp://a:4"]}, "kv_events"),
+        ("least-load", {"tokenizer": "/model", "kv_events": [EVENTS]}, "kv_events"),
+        ("kv-approximate", {"tokenizer": "/model", "kv_events": [EVENTS]}, "kv_events"),
         *(
             ("kv", {"tokenizer": "/model", "kv_events": [f"http://a:1{rest}"]}, "kv_events")
             for rest in (
