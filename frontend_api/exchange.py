@@ -80,10 +80,10 @@ class Exchange:
         self._standing: Standing | None = None
         self._prompt: Prompt | None = None
         self._flow: flow.Flow | None = None
-        self._tokenizer = ""
-        """Whose tokens these are."""
         self._tokens: array[int] | None = None
         """Kept while it may have to wait: what the engines have of them changes."""
+        self._tokenizer = ""
+        """Whose tokens these are: the deployment's may change meanwhile."""
         self._place: Place | None = None
         self._hold: Hold | None = None
         """Of a limited key."""
@@ -394,8 +394,12 @@ class Exchange:
         self.router.telemetry.record(record, stages)
         tokens = prompt.tokens if prompt is not None else None
         counted = account.usage.prompt
-        if prompt is not None and counted is not None and counted != tokens and prompt.current:
-            self._miscounted(prompt.tokens, counted)
+        if prompt is not None and counted is not None:
+            if counted != tokens and prompt.current:
+                self._miscounted(prompt.tokens, counted)
+            cached = account.usage.cached
+            if cached is not None and trace.decode is not None and trace.prefill is None and self._cache is not None:
+                self._cache.counted(trace.decode, counted - cached, monotonic())
         self.router.decisions.add(Kept(record, trace, self._deployment, self._standing, tokens, stages))
 
     def _miscounted(self, tokens: int, counted: int) -> None:
