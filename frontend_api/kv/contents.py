@@ -57,6 +57,7 @@ class Contents:
     def begin(self, *, whole: bool) -> None:
         """What comes is the first that is known of it. `whole`: nothing was before."""
         self._knowledge = Knowledge.COMPLETE if whole else Knowledge.PARTIAL
+        self._debt.paid()
 
     def unread(self) -> None:
         """Whatever a batch or an event told, the index does not have it."""
@@ -145,6 +146,7 @@ class Contents:
         """The publisher is the one that told of what was restored."""
         assert self.restored is not None
         self._knowledge, self.restored = self.restored, None
+        self._debt.paid()
         self.index.show(self.holder)
         if self._knowledge is Knowledge.PARTIAL:
             self._in_part()  # nobody has saved when it used what is not known

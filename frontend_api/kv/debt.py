@@ -45,6 +45,11 @@ class Debt:
         if own == self.own and self._since is None:
             self._since = now
 
+    def mute(self, now: float) -> None:
+        """It has computed a prompt, and has never told of anything at all."""
+        if self._since is None:
+            self._since = now
+
     def dropped(self, own: int) -> None:
         """It will not be computed, or was refused."""
         if own == self.own and self._since is None:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 USUAL_BLOCK_SIZE = 16
 """Of an engine that says none."""
+LARGE_BLOCK_SIZE = 128
+"""Of such a one, if it is large: what vLLM takes on a CPU."""
 NO_TOKENIZER = "the router has no tokenizer for this model"
 LOADING = "the tokenizer is being loaded"
 CACHE_AWARE = (RoutingMode.KV, RoutingMode.KV_APPROXIMATE)
@@ -147,7 +149,7 @@ class Prompt:
     def computed(self, engine: Engine, now: float) -> None:
         """The engine has computed what it lacked."""
         if self.current:
-            self._cache.computed_on(engine, self._hashes, self._evident.get(engine, 0), now)
+            self._cache.computed_on(engine, self._hashes, self._evident.get(engine, 0), self.tokens, now)
 
     def failed(self, engine: Engine) -> None:
         """The engine will not compute it."""
@@ -176,6 +178,8 @@ class Cache:
         """Of the engines that publish events."""
         self._debts: dict[Engine, Debt] = {}
         """The same engines'."""
+        self._mute: dict[str, Engine] = {}
+        """By id, those that had told of nothing yet when it was last looked: no batch, and no answer to a replay."""
         self.predicted = Predicted()
         self._restarts: dict[Engine, int] = {}
         """Of the engines that something was predicted of, as they were then."""
@@ -262,6 +266,7 @@ class Cache:
     def tick(self, now: float) -> None:
         for rank in joined.from_iterable(self.ranks.values()):
             rank.tick(now)
+        self._mute = {engine.id: engine for engine, ranks in self.ranks.items() if _are_mute(ranks)}
         self._sent.expire(now)
         self.predicted.tick(now)
         self.index.sweep()
@@ -338,9 +343,13 @@ class Cache:
         self.predicted.forget(engine)
         return False
 
-    def computed_on(self, engine: Engine, hashes: Mapping[int, Sequence[int]], evident: int, now: float) -> None:
+    def computed_on(
+        self, engine: Engine, hashes: Mapping[int, Sequence[int]], evident: int, tokens: int, now: float
+    ) -> None:
         ranks = self.ranks.get(engine)
         if ranks is not None:
+            if self._mute and engine.spec.replay:  # which would have been answered, had it the prompt or not
+                self.counted(engine.id, tokens, now)
             size = self._size_of(engine)
             lacked = hashes.get(size, ())[evident // size :]
             told = self.index.match(lacked[-1:])  # events may be faster than the answer
@@ -351,6 +360,14 @@ class Cache:
             block = owed(lacked)
             if block is not None:
                 self._debts[engine].computed(block, now)
+
+    def counted(self, engine: str, tokens: int, now: float) -> None:
+        """An engine, by id, has computed so many tokens of one prompt. `now`: monotonic."""
+        found = self._mute.get(engine)
+        if found is not None and _are_mute(self.ranks.get(found, ())):
+            size = found.spec.block_size or max(self.index.block_sizes, default=LARGE_BLOCK_SIZE)
+            if tokens >= 2 * size:  # there is a block in it that the engine must tell of
+                self._debts[found].mute(now)
 
     def failed_on(self, engine: Engine, hashes: Mapping[int, Sequence[int]]) -> None:
         blocks = hashes.get(self._size_of(engine), ())
@@ -479,6 +496,10 @@ class Evidence:
                 if name not in self.caches:
                     self.caches[name] = Cache(deployment, self.limit)
                 self.caches[name].keep_up(deployment, now)
+
+
+def _are_mute(ranks: Sequence[Rank]) -> bool:
+    return bool(ranks) and all(rank.knowledge in (Knowledge.UNHEARD, Knowledge.RESTORED) for rank in ranks)
 
 
 def _block_size(engine: Engine) -> int:

@@ -17,6 +17,7 @@ from frontend_api.kv.debt import HELD_SECONDS, OWED_SECONDS
 from frontend_api.kv.debt import SENT_SECONDS as SAMPLE_SECONDS
 from frontend_api.kv.evidence import Cache, Evidence, State, source
 from frontend_api.kv.index import Index, chain
+from frontend_api.kv.knowledge import Knowledge
 from frontend_api.kv.predict import COMPUTED_SECONDS, MOST, SENT_SECONDS, Predicted
 from frontend_api.kv.sequence import END, Rank
 from frontend_api.routing.reason import Reason
@@ -373,6 +374,58 @@ def test_two_engines_that_claim_one_address_also_by_their_ranks() -> None:
     fleet.publish()
     fleet.answer()
     assert fleet.standing() == (State.DEGRADED, {"a1": "kv_events_ambiguous", "a2": "kv_events_ambiguous"})
+
+
+def test_an_engine_that_never_tells_of_anything_and_computes() -> None:
+    fleet = Fleet("a1", "a2")
+    fleet.answer("a2", events=(stored(prompt(1)),))
+    compute(fleet, "a1", prompt(2, blocks=1))
+    fleet.pass_time(OWED_SECONDS + 1)
+    assert fleet.standing() == (State.APPROXIMATE, {"a1": "not-heard"})
+    compute(fleet, "a1", prompt(1))
+    compute(fleet, "a2", prompt(1))
+    fleet.pass_time(OWED_SECONDS - 1)
+    assert fleet.standing() == (State.APPROXIMATE, {"a1": "not-heard"})
+    compute(fleet, "a1", prompt(2))
+    fleet.pass_time(2)
+    assert fleet.standing() == (State.DEGRADED, {"a1": "kv_events_not_observed"})
+    fleet.answer("a1")
+    fleet.pass_time(0)
+    assert fleet.standing() == (State.EXACT, {})
+
+
+def test_a_saved_index_excuses_nobody() -> None:
+    fleet = Fleet("a1", "a2")
+    fleet.answer("a2")
+    (rank,) = fleet.ranks("a1")
+    rank.contents.restored = Knowledge.COMPLETE
+    fleet.pass_time(0)
+    compute(fleet, "a1", prompt(1))
+    fleet.pass_time(OWED_SECONDS + 1)
+    assert fleet.standing() == (State.DEGRADED, {"a1": "kv_events_not_observed"})
+    rank.contents.proved()
+    fleet.pass_time(0)
+    assert fleet.standing() == (State.EXACT, {})
+
+
+def test_without_a_replay_an_engine_must_say_that_it_computed_a_prompt() -> None:
+    fleet = Fleet("a1", "a2", replay="", block_size=None)
+    (other,) = fleet.ranks("a2")
+    other.live(0, batch(stored(prompt(1))), fleet.now)
+    fleet.pass_time(0)
+    compute(fleet, "a1", prompt(1))  # which it may have had
+    fleet.cache.counted("a1", 2 * SIZE - 1, fleet.now)
+    fleet.cache.counted("nobody", 160, fleet.now)
+    fleet.pass_time(OWED_SECONDS + 1)
+    assert fleet.standing() == (State.APPROXIMATE, {"a1": "not-heard"})
+    fleet.cache.counted("a1", 2 * SIZE, fleet.now)
+    fleet.cache.counted("a2", 2 * SIZE, fleet.now)
+    fleet.pass_time(OWED_SECONDS + 1)
+    assert fleet.standing() == (State.DEGRADED, {"a1": "kv_events_not_observed"})
+    (rank,) = fleet.ranks("a1")
+    rank.live(7, batch(stored(prompt(1))), fleet.now)
+    fleet.pass_time(0)
+    assert fleet.standing() == (State.APPROXIMATE, {"a1": "known-in-part"})
 
 
 def test_two_engines_that_claim_one_replay() -> None:
