@@ -14,9 +14,8 @@ import pytest
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import Result
-from frontend_api import flow
 from frontend_api.http.reading import MOST_FIELDS, PIECE, Limits, RequestReader
-from tests.frontend_api.client import PROMPT, Client, ask, events, request
+from tests.frontend_api.client import PROMPT, Client, ask, request
 from tests.frontend_api.conftest import MakeSite, Site, until
 from tests.frontend_api.scripted import (
     LAST,
@@ -751,27 +750,3 @@ async def test_a_stream_that_is_cut_does_not_look_whole(make_site: MakeSite, ver
             assert not (await client.closed()).endswith(LAST)
     await site.settled()
     assert site.record.result is Result.ABORTED
-
-
-@pytest.mark.skipif(not flow.__file__.endswith(".py"), reason="nothing can be put in place of compiled code")
-async def test_a_defect_is_answered_and_ends_nothing_else(alone: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> bytes:
-        raise RuntimeError("defect")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("frontend_api.formats.openai.read_request", fail)
-        async with Client(alone.port) as client:
-            client.send(request(CHAT, PROMPT) + request("/health"))
-            reply = await client.reply()
-            assert (reply.status, reply.error["code"]) == (500, "internal_error")
-            assert await client.closed() == b""
-    for name in ("formats.openai.read_reply", "flow.choose", "legs.AnswerLeg.head"):
-        with monkeypatch.context() as patch:
-            patch.setattr(f"frontend_api.{name}", fail)
-            assert (await ask(alone.port, CHAT, PROMPT)).error["code"] == "internal_error"
-    with monkeypatch.context() as patch:
-        patch.setattr("frontend_api.exchange.Exchange.relay", fail)
-        reply = await ask(alone.port, CHAT, {**PROMPT, "stream": True})
-        assert events(reply.body)[-1]["error"]["code"] == "internal_error"
-    assert (await ask(alone.port, CHAT, PROMPT)).status == 200
-    await alone.settled()

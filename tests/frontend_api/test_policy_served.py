@@ -111,22 +111,6 @@ async def known_pair(make_site: MakeSite, **policy: Any) -> tuple[Site, Engine, 
     return site, deployment.prefill[0], deployment.decode[0]
 
 
-async def test_a_defect_behind_a_slow_tokenisation_is_answered(make_site: MakeSite) -> None:
-    class Odd:
-        def ids(self) -> Any:
-            return object()
-
-    class Broken(Known):
-        def at_once(self, endpoint: Endpoint, body: bytes) -> array[int] | Slow | None:
-            return Odd()
-
-    site, _, _ = await known_pair(make_site)
-    site.cache.tokens = Broken()
-    reply = await asyncio.wait_for(ask(site.port, CHAT, PROMPT), 30.0)
-    assert (reply.status, reply.error["code"]) == (500, "internal_error")
-    await site.settled()
-
-
 async def test_local_where_that_is_cheaper_and_it_is_no_fallback(make_site: MakeSite) -> None:
     site, _, _ = await known_pair(make_site)
     go_on = asyncio.Event()

@@ -53,8 +53,7 @@ async def watched(make_site: MakeSite, folder: Path) -> tuple[Site, Watched]:
     site = await make_site()
     await site.engine("a0", Role.AGGREGATED)
     site.publish(policy=RoutingPolicy(mode=RoutingMode.KV_APPROXIMATE))
-    cache = site.cache
-    tokens = cache.tokens = Watched(Tokenizer(write_model(folder)))
+    tokens = site.cache.tokens = Watched(Tokenizer(write_model(folder)))
     return site, tokens
 
 
@@ -99,3 +98,20 @@ async def test_prompts_of_a_few_pages_do_not_wait_behind_huge_ones(make_site: Ma
     await until(lambda: tokens.ended == tokens.begun)
     assert tokens.begun == 2, "what nobody waits for any more is not begun"
     await site.settled()
+
+
+class Odd:
+    """It ends with what is no token ids."""
+
+    marks = ()
+
+    def at_once(self, endpoint: Endpoint, body: bytes) -> Any:
+        return Work(object)  # type: ignore[arg-type]
+
+
+async def test_what_breaks_after_a_thread_has_worked_is_answered(alone: Site) -> None:
+    alone.publish(policy=RoutingPolicy(mode=RoutingMode.KV_APPROXIMATE))
+    alone.cache.tokens = Odd()
+    reply = await ask(alone.port, CHAT, chat("Hello."))
+    assert (reply.status, reply.error["code"]) == (500, "internal_error")
+    await alone.settled()
