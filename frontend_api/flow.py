@@ -1,4 +1,4 @@
-"""How one request is served, without IO: a generator that yields the next leg and is sent its outcome.
+"""How one request is served, without IO: a generator that yields the next step and is sent its outcome.
 
 Retry and fallback rules live here, once:
 
@@ -53,7 +53,8 @@ the reply."""
 LEASE_MARGIN = 5.0
 """Seconds kept back for a slow connection to decode and for what the reply took on its way."""
 MAX_LEGS = 6
-"""Legs of one request, all kinds together."""
+"""Legs of one request, all kinds together, and probes: after so many nothing more is tried. But what was begun gets its chance: a
+probe that went well its prefill leg, and this its decode leg."""
 MAX_STRIKES = 2
 """Engines that one request may have reached and got no answer from: it may be the request that breaks them."""
 RETRY_AFTER = 2
@@ -289,7 +290,7 @@ class Serving:
         """The decode leg, on one engine after another as long as the params can be used."""
         trace, prompt, clock = self.trace, self.prompt, self.clock
         trace.stranded += 1
-        while self.legs < MAX_LEGS and clock() - prefilled.at < LEASE_SECONDS - LEASE_MARGIN:
+        while clock() - prefilled.at < LEASE_SECONDS - LEASE_MARGIN:
             self.legs += 1
             trace.decode = decode.id
             sent_at = clock()
@@ -318,6 +319,8 @@ class Serving:
                 return True
             if not isinstance(answer, Lost) or answer.sent:
                 break  # the params may be spent
+            if self.legs >= MAX_LEGS:
+                break
             again = self._choose(prefill)
             if again.fallback or again.decode is None:
                 break

