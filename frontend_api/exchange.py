@@ -399,7 +399,7 @@ class Exchange:
                 self._miscounted(prompt.tokens, counted)
             cached = account.usage.cached
             if cached is not None and trace.decode is not None and trace.prefill is None and self._cache is not None:
-                self._cache.counted(trace.decode, counted - cached, monotonic())
+                self._cache.counted(trace.decode, counted - cached)
         self.router.decisions.add(Kept(record, trace, self._deployment, self._standing, tokens, stages))
 
     def _miscounted(self, tokens: int, counted: int) -> None:

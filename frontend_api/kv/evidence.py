@@ -178,8 +178,9 @@ class Cache:
         """Of the engines that publish events."""
         self._debts: dict[Engine, Debt] = {}
         """The same engines'."""
-        self._mute: dict[str, Engine] = {}
-        """By id, those that had told of nothing yet when it was last looked: no batch, and no answer to a replay."""
+        self._mute: dict[Engine, int] = {}
+        """Engines that have told of nothing yet, no batch and no answer to a replay: the most tokens of one prompt that each has
+        computed."""
         self.predicted = Predicted()
         self._restarts: dict[Engine, int] = {}
         """Of the engines that something was predicted of, as they were then."""
@@ -266,7 +267,11 @@ class Cache:
     def tick(self, now: float) -> None:
         for rank in joined.from_iterable(self.ranks.values()):
             rank.tick(now)
-        self._mute = {engine.id: engine for engine, ranks in self.ranks.items() if _are_mute(ranks)}
+        self._mute = {engine: self._mute.get(engine, 0) for engine, ranks in self.ranks.items() if _are_mute(ranks)}
+        for engine, tokens in self._mute.items():
+            size = engine.spec.block_size or max(self.index.block_sizes, default=LARGE_BLOCK_SIZE)
+            if tokens >= 2 * size:  # there was a block that it must tell of
+                self._debts[engine].mute(now)
         self._sent.expire(now)
         self.predicted.tick(now)
         self.index.sweep()
@@ -349,7 +354,7 @@ class Cache:
         ranks = self.ranks.get(engine)
         if ranks is not None:
             if self._mute and engine.spec.replay:  # which would have been answered, had it the prompt or not
-                self.counted(engine.id, tokens, now)
+                self.counted(engine.id, tokens)
             size = self._size_of(engine)
             lacked = hashes.get(size, ())[evident // size :]
             told = self.index.match(lacked[-1:])  # events may be faster than the answer
@@ -361,13 +366,11 @@ class Cache:
             if block is not None:
                 self._debts[engine].computed(block, now)
 
-    def counted(self, engine: str, tokens: int, now: float) -> None:
-        """An engine, by id, has computed so many tokens of one prompt. `now`: monotonic."""
-        found = self._mute.get(engine)
-        if found is not None and _are_mute(self.ranks.get(found, ())):
-            size = found.spec.block_size or max(self.index.block_sizes, default=LARGE_BLOCK_SIZE)
-            if tokens >= 2 * size:  # there is a block in it that the engine must tell of
-                self._debts[found].mute(now)
+    def counted(self, engine: str, tokens: int) -> None:
+        """An engine, by id, has computed so many tokens of one prompt."""
+        for mute, most in self._mute.items():
+            if mute.id == engine and tokens > most:
+                self._mute[mute] = tokens
 
     def failed_on(self, engine: Engine, hashes: Mapping[int, Sequence[int]]) -> None:
         blocks = hashes.get(self._size_of(engine), ())
