@@ -67,6 +67,8 @@ class Follower:
         self._futures = zmq.asyncio.Context(self._context)
         """The same, of sockets to be awaited."""
         self._tasks: dict[Source, asyncio.Task[None]] = {}
+        self._wanted: dict[Source, asyncio.Event] = {}
+        """Set when the rank wants a replay."""
 
     async def run(self) -> None:
         """For ever. Its sockets are closed when it is cancelled."""
@@ -82,17 +84,21 @@ class Follower:
             self._context.destroy(linger=0)
 
     def _keep_up(self) -> None:
-        wanted = self._evidence.sources()
-        for source in [s for s in self._tasks if s not in wanted]:
+        self._evidence.tick(monotonic())
+        sources = self._evidence.sources()
+        for source in [s for s in self._tasks if s not in sources]:
             self._tasks.pop(source).cancel()
-        for source, rank in wanted.items():
+            del self._wanted[source]
+        for source, rank in sources.items():
             task = self._tasks.get(source)
             if task is None or task.done():
-                self._tasks[source] = asyncio.create_task(self._follow(source, rank))
+                wanted = self._wanted[source] = asyncio.Event()
+                self._tasks[source] = asyncio.create_task(self._follow(source, rank, wanted))
+            if rank.wanted is not None:
+                self._wanted[source].set()
         for cache in self._evidence.caches.values():
             if cache.tokens is None and cache.awaits_tokens and cache.tokenizer not in self._loading:
                 self._loading[cache.tokenizer] = asyncio.create_task(self._load_tokens(cache, cache.tokenizer))
-        self._evidence.tick(monotonic())
 
     async def _load_tokens(self, cache: Cache, tokenizer: str) -> None:
         tokens: TokenSource | None = None
@@ -112,8 +118,8 @@ class Follower:
         await asyncio.sleep(pause)
         del self._loading[tokenizer]
 
-    async def _follow(self, source: Source, rank: Rank) -> None:
-        asking = asyncio.create_task(self._replays(source, rank)) if source.replay else None
+    async def _follow(self, source: Source, rank: Rank, wanted: asyncio.Event) -> None:
+        asking = asyncio.create_task(self._replays(source, rank, wanted)) if source.replay else None
         kinds = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
         try:  # a plain socket: futures cost more than what a message says
             with _prepared(self._context.socket(zmq.SUB)) as sub, sub.get_monitor_socket(kinds) as ends:
@@ -121,7 +127,7 @@ class Follower:
                 sub.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_SECONDS * 1_000))
                 sub.setsockopt(zmq.SUBSCRIBE, b"")
                 sub.connect(source.events)
-                await self._listen(sub, ends, rank)
+                await self._listen(_Heard(sub, ends, rank, wanted))
         except zmq.ZMQError as error:
             log.error("The events of %s at %s cannot be followed: %s", source.engine, source.events, error)
         finally:
@@ -129,10 +135,10 @@ class Follower:
                 asking.cancel()
         await asyncio.sleep(RETRY_SECONDS)
 
-    async def _listen(self, sub: zmq.Socket[bytes], ends: zmq.Socket[bytes], rank: Rank) -> None:
-        """For ever. `ends`: tells of its connections."""
-        loop, there, heard = asyncio.get_running_loop(), asyncio.Event(), _Heard(sub, ends, rank)
-        descriptors, last = (sub.fileno(), ends.fileno()), 0.0
+    async def _listen(self, heard: _Heard) -> None:
+        """For ever."""
+        loop, there, last = asyncio.get_running_loop(), asyncio.Event(), 0.0
+        descriptors = heard.sub.fileno(), heard.ends.fileno()
         try:
             while True:
                 for number in descriptors:
@@ -151,14 +157,15 @@ class Follower:
         finally:
             for number in descriptors:
                 loop.remove_reader(number)
-            sub.disable_monitor()  # before `ends` closes: ZMQ's thread would wait for ever for somebody to tell
+            heard.sub.disable_monitor()  # before `ends` closes: ZMQ's thread would wait for ever for somebody to tell
 
-    async def _replays(self, source: Source, rank: Rank) -> None:
+    async def _replays(self, source: Source, rank: Rank, wanted: asyncio.Event) -> None:
         if self._saved is not None:
             await self._saved.restore(source, rank)
         while True:
-            while rank.wanted is None:  # noqa: ASYNC110 - the state machine sets no event
-                await asyncio.sleep(0.05)
+            while rank.wanted is None:
+                await wanted.wait()
+                wanted.clear()
             start = rank.asked()
             try:
                 with _prepared(self._futures.socket(zmq.DEALER)) as dealer:
@@ -179,10 +186,11 @@ class Follower:
 
 
 class _Heard:
-    """What a subscriber has heard. `ends`: tells of its connections."""
+    """What a subscriber has heard. `ends`: tells of its connections; `wanted`: to be set when the rank wants a replay."""
 
-    def __init__(self, sub: zmq.Socket[bytes], ends: zmq.Socket[bytes], rank: Rank) -> None:
-        self._sub, self._ends, self._rank = sub, ends, rank
+    def __init__(self, sub: zmq.Socket[bytes], ends: zmq.Socket[bytes], rank: Rank, wanted: asyncio.Event) -> None:
+        self.sub, self.ends = sub, ends
+        self._rank, self._wanted = rank, wanted
         self._connected = False
 
     async def tell(self) -> bool:
@@ -193,17 +201,19 @@ class _Heard:
                 self._follow_ends()
                 until, now = monotonic() + TURN_SECONDS, 0.0
                 while now < until:
-                    frames = self._sub.recv_multipart(zmq.NOBLOCK)
+                    frames = self.sub.recv_multipart(zmq.NOBLOCK)
                     told, now = True, monotonic()
                     if self._connected and (sequence := _sequence(frames)) >= 0:  # not left from an earlier connection
                         self._rank.live(sequence, frames[-1], now)
                 await asyncio.sleep(0)
         except zmq.Again:
+            if self._rank.wanted is not None:
+                self._wanted.set()
             return told
 
     def _follow_ends(self) -> None:
-        while cast(int, self._ends.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            event = int.from_bytes(self._ends.recv_multipart(zmq.NOBLOCK)[0][:2], sys.byteorder)
+        while cast(int, self.ends.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            event = int.from_bytes(self.ends.recv_multipart(zmq.NOBLOCK)[0][:2], sys.byteorder)
             self._connected = event == zmq.EVENT_CONNECTED
             if not self._connected:
                 self._rank.disconnected()
