@@ -33,9 +33,12 @@ def parser() -> argparse.ArgumentParser:
     alone = p.add_argument_group("without a control plane")
     alone.add_argument("--fleet", type=Path, metavar="FILE", help="a FleetSnapshot in JSON (see ARCHITECTURE.md)")
     alone.add_argument("--model", metavar="NAME", help="served name of the engines given by URL (needs --no-auth)")
-    alone.add_argument("--aggregated", nargs="+", default=[], metavar="URL", help="engines that do both")
-    alone.add_argument("--prefill", nargs="+", default=[], metavar="URL", help="prefill engines")
-    alone.add_argument("--decode", nargs="+", default=[], metavar="URL", help="decode engines")
+    for role, what in (
+        ("aggregated", "engines that do both"),
+        ("prefill", "prefill engines"),
+        ("decode", "decode engines"),
+    ):
+        alone.add_argument(f"--{role}", nargs="+", action="extend", default=[], metavar="URL", help=what)
     alone.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="the model's folder (kv, kv-approximate)")
     alone.add_argument(
         "--kv-events",

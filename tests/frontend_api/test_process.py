@@ -552,6 +552,20 @@ def test_every_field_of_the_policy_is_an_option(tmp_path: Path) -> None:
     )
 
 
+def test_engines_may_be_given_one_by_one(tmp_path: Path) -> None:
+    engines = ["--prefill", "http://a:1", "--decode", "http://b:1", "http://b:2", "--prefill", "http://a:2"]
+    arguments = parser().parse_args(["--no-auth", "--model", "m", *engines])
+    fleet = options(arguments, config.load({"TANDEM_HOME": str(tmp_path)})).fleet
+    assert fleet is not None
+    assert sorted(e.url for e in fleet.deployments[0].engines) == [
+        "http://a:1",
+        "http://a:2",
+        "http://b:1",
+        "http://b:2",
+    ]
+    assert parser().parse_args([]).prefill == []
+
+
 def test_a_tokenizer_that_is_not_there_is_refused(tmp_path: Path) -> None:
     engines = ["--no-auth", "--model", "m", "--aggregated", "http://a:1", "--tokenizer", str(tmp_path / "model")]
     settings = config.load({"TANDEM_HOME": str(tmp_path)})
