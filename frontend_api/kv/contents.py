@@ -161,11 +161,10 @@ class Contents:
             else:
                 self._event(event, now)
         own = self._debt.own
-        if own is not None:
-            if self.bounds or self.index.has(self.holder, own):
-                self._debt.paid()
-            elif self._knowledge is Knowledge.COMPLETE:
-                self._debt.unpaid(now)
+        if own is None or self.bounds or self.index.has(self.holder, own):
+            self._debt.paid()
+        elif self._knowledge is Knowledge.COMPLETE:
+            self._debt.unpaid(now)
 
     def _event(self, event: Event, now: float) -> None:
         if isinstance(event, (Stored, StoredRow)):  # compiled code makes a union anew each time

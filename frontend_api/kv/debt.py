@@ -46,7 +46,7 @@ class Debt:
             self._since = now
 
     def mute(self, now: float) -> None:
-        """It has computed a prompt, and has never told of anything at all."""
+        """It has computed a prompt, and has never told of any block."""
         if self._since is None:
             self._since = now
 

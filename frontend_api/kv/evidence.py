@@ -179,8 +179,7 @@ class Cache:
         self._debts: dict[Engine, Debt] = {}
         """The same engines'."""
         self._mute: dict[Engine, int] = {}
-        """Engines that have told of nothing yet, no batch and no answer to a replay: the most tokens of one prompt that each has
-        computed."""
+        """Engines that have told of no block yet: the most tokens of one prompt that each has computed."""
         self.predicted = Predicted()
         self._restarts: dict[Engine, int] = {}
         """Of the engines that something was predicted of, as they were then."""
@@ -265,13 +264,9 @@ class Cache:
         return self._engines
 
     def tick(self, now: float) -> None:
+        self._look_for_mute(now)
         for rank in joined.from_iterable(self.ranks.values()):
             rank.tick(now)
-        self._mute = {engine: self._mute.get(engine, 0) for engine, ranks in self.ranks.items() if _are_mute(ranks)}
-        for engine, tokens in self._mute.items():
-            size = engine.spec.block_size or max(self.index.block_sizes, default=LARGE_BLOCK_SIZE)
-            if tokens >= 2 * size:  # there was a block that it must tell of
-                self._debts[engine].mute(now)
         self._sent.expire(now)
         self.predicted.tick(now)
         self.index.sweep()
@@ -371,6 +366,16 @@ class Cache:
         for mute, most in self._mute.items():
             if mute.id == engine and tokens > most:
                 self._mute[mute] = tokens
+
+    def _look_for_mute(self, now: float) -> None:
+        before = self._mute
+        self._mute = {
+            engine: before.get(engine, 0) for engine, ranks in self.ranks.items() if all(map(_is_mute, ranks))
+        }
+        for engine, tokens in self._mute.items():
+            size = engine.spec.block_size or max(self.index.block_sizes, default=LARGE_BLOCK_SIZE)
+            if tokens >= 2 * size:  # there was a block that it must tell of
+                self._debts[engine].mute(now)
 
     def failed_on(self, engine: Engine, hashes: Mapping[int, Sequence[int]]) -> None:
         blocks = hashes.get(self._size_of(engine), ())
@@ -501,8 +506,11 @@ class Evidence:
                 self.caches[name].keep_up(deployment, now)
 
 
-def _are_mute(ranks: Sequence[Rank]) -> bool:
-    return bool(ranks) and all(rank.knowledge in (Knowledge.UNHEARD, Knowledge.RESTORED) for rank in ranks)
+def _is_mute(rank: Rank) -> bool:
+    """It has told of nothing; or of no block, and its size nobody knows either: there is none of which to say that it is owed."""
+    contents, knowledge = rank.contents, rank.knowledge
+    unknown = contents.block_size is None and not contents.holder.skipped_groups
+    return knowledge in (Knowledge.UNHEARD, Knowledge.RESTORED) or (knowledge is Knowledge.COMPLETE and unknown)
 
 
 def _block_size(engine: Engine) -> int:

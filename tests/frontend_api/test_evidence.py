@@ -15,7 +15,7 @@ from controlplane.fleet.wire import FleetSnapshot, RoutingMode, RoutingPolicy, S
 from frontend_api.flow import Flow, Serving, Trace
 from frontend_api.kv.debt import HELD_SECONDS, OWED_SECONDS
 from frontend_api.kv.debt import SENT_SECONDS as SAMPLE_SECONDS
-from frontend_api.kv.evidence import Cache, Evidence, State, source
+from frontend_api.kv.evidence import LARGE_BLOCK_SIZE, Cache, Evidence, State, source
 from frontend_api.kv.index import Index, chain
 from frontend_api.kv.knowledge import Knowledge
 from frontend_api.kv.predict import COMPUTED_SECONDS, MOST, SENT_SECONDS, Predicted
@@ -430,6 +430,22 @@ def test_without_a_replay_an_engine_must_say_that_it_computed_a_prompt() -> None
     rank.live(7, batch(stored(prompt(1))), fleet.now)
     fleet.pass_time(0)
     assert fleet.standing() == (State.APPROXIMATE, {"a1": "known-in-part"})
+
+
+def test_an_engine_that_answers_replays_and_never_tells_of_a_block() -> None:
+    fleet = Fleet("a1", block_size=None)
+    fleet.answer()
+    compute(fleet, "a1", prompt(1))
+    fleet.pass_time(0)
+    fleet.pass_time(OWED_SECONDS + 1)
+    assert fleet.standing() == (State.EXACT, {})  # a block may be larger
+    compute(fleet, "a1", prompt(2, blocks=2 * LARGE_BLOCK_SIZE // SIZE))
+    fleet.pass_time(0)
+    fleet.pass_time(OWED_SECONDS + 1)
+    assert fleet.standing() == (State.BLIND, {"a1": "kv_events_not_observed"})
+    fleet.answer(events=(stored(prompt(3)),))
+    fleet.pass_time(0)
+    assert fleet.standing() == (State.EXACT, {})
 
 
 def test_two_engines_that_claim_one_replay() -> None:
