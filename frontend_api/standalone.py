@@ -30,7 +30,11 @@ def from_file(path: Path) -> FleetSnapshot:
         raise InvalidInput(f"--fleet {path}: {error.strerror}", field="fleet") from None
     except msgspec.MsgspecError as error:
         raise InvalidInput(f"--fleet {path}: {error}", field="fleet") from None
+    served: set[str] = set()
     for deployment in snapshot.deployments:
+        if deployment.served_name in served:
+            raise InvalidInput(f"--fleet {path}: two deployments serve {deployment.served_name}.", field="fleet")
+        served.add(deployment.served_name)
         check_routing(deployment.routing, f"--fleet {path}: deployment {deployment.name}: routing.{{}}".format)
         for engine in deployment.engines:
             check_url(engine.url, f"--fleet {path}: engine {engine.id}")

@@ -582,6 +582,14 @@ def test_a_policy_in_a_fleet_file_is_checked(tmp_path: Path) -> None:
         standalone.from_file(file)
 
 
+def test_two_deployments_of_a_fleet_file_may_not_serve_one_name(tmp_path: Path) -> None:
+    one, two = (SnapshotDeployment(name=name, served_name="m", routing=RoutingPolicy(), engines=()) for name in "ab")
+    file = tmp_path / "fleet.json"
+    file.write_bytes(encode(FleetSnapshot(version=1, deployments=(one, two))))
+    with pytest.raises(InvalidInput, match="two deployments serve m"):
+        standalone.from_file(file)
+
+
 EVENTS = "http://a:1=tcp://a:2,replay=tcp://a:3"
 
 
