@@ -44,8 +44,10 @@ def check_tokenize(pair: EnginePair) -> None:
     assert reply.keys() == {"count", "max_model_len", "tokens", "token_strs"}
     assert reply["count"] == len(reply["tokens"]) > 0
     assert all(isinstance(token, int) for token in reply["tokens"])
-    usage = pair.ok(pair.decode_url, CHAT, chat(pair, max_tokens=1))["usage"]
-    assert usage["prompt_tokens"] == reply["count"]
+    for more in ({}, {"add_generation_prompt": False}):
+        count = pair.ok(pair.decode_url, "/tokenize", {**body, **more})["count"]
+        usage = pair.ok(pair.decode_url, CHAT, chat(pair, max_tokens=1, **more))["usage"]
+        assert usage["prompt_tokens"] == count, more
 
 
 def check_tokenize_forms(pair: EnginePair) -> None:

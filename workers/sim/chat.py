@@ -102,7 +102,9 @@ class Chat:
         self._top = request.top_logprobs or 0
         if self._top and not request.logprobs:
             raise invalid("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
-        prompt = ids(chat_text(request.messages, request.tools, settings), settings, special=False)
+        generate, resume = request.add_generation_prompt, request.continue_final_message
+        text = chat_text(request.messages, request.tools, settings, generate=generate, resume=resume)
+        prompt = ids(text, settings, special=False)
         check_length(prompt, settings.max_model_len)
         asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"

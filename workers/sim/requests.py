@@ -66,6 +66,8 @@ class ChatRequest(Common, kw_only=True):
     tools: list[Json] | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 class CompletionRequest(Common, kw_only=True):
