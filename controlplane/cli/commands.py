@@ -172,7 +172,7 @@ def join_token(client: Client, arguments: argparse.Namespace) -> int:
     answer = client.call("POST", "join-tokens", body={"hours": arguments.hours})
     print(
         f"On the node, within {answer['hours']} h, with this token in TANDEM_JOIN_TOKEN:\n"
-        f"  python -m workers --join {client.url}",
+        f"  .venv/bin/python -m workers --join {client.url}",
         file=sys.stderr,
     )
     print(answer["token"])

@@ -192,7 +192,7 @@ def test_a_join_command_and_a_key_are_shown_once(page: Page, web: Web) -> None:
     page.goto("/nodes/")
     page.get_by_role("button", name="Make a join command").click()
     expect(page.locator("#join-command")).to_have_text(
-        re.compile(rf"^TANDEM_JOIN_TOKEN=tdj-\S+ python -m workers --join {web.url}$")
+        re.compile(rf"^TANDEM_JOIN_TOKEN=tdj-\S+ \.venv/bin/python -m workers --join {web.url}$")
     )
     page.goto("/keys/")
     page.get_by_label("Name").fill("ci")
