@@ -166,7 +166,7 @@ class Up:
         done = f"{prepared.migrations} migrations applied" if prepared.migrations else "up to date"
         self.screen.stage("Database", f"{prepared.database}, {done}")
         if prepared.admin_password:
-            self.screen.stage("First start", "the password and the key below are shown this once")
+            self.screen.stage("First start", "the password below is shown this once")
             self.screen.say(f"    user admin, password {prepared.admin_password}", "bold")
         if prepared.demo_key_made:
             self.screen.say(f"    API key {self.state.read(self.state.demo_key)}", "bold")

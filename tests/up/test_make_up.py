@@ -123,6 +123,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeUp]:
 
 def test_from_nothing_to_an_answer(up: MakeUp) -> None:
     said = up.start()
+    assert "the password below is shown this once" in said
     assert re.search(r"user admin, password \S{20,}", said)
     assert f"Dashboard   http://127.0.0.1:{up.web_port}" in said
     assert f"OpenAI      http://127.0.0.1:{up.openai_port}/v1" in said
@@ -207,6 +208,7 @@ def test_after_its_own_violent_death_the_next_one_takes_over(up: MakeUp) -> None
     said = up.start(KEEP_ENGINES="1")
     assert "An earlier run had not stopped" in said
     assert "password" not in said
+    assert "-H 'Authorization: Bearer tdm-" in said  # the key, unlike the password, is shown at each start
     assert up.engines() == engines
 
 
