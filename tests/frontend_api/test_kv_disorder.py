@@ -417,6 +417,7 @@ async def test_batches_that_flow_are_looked_for_together_and_a_lone_one_at_once(
         return looks[-1]
 
     monkeypatch.setattr(listen._Heard, "tell", told)
+    monkeypatch.setattr(listen, "LOOK_SECONDS", 0.3)  # a machine that is busy sends them more slowly
     scene = await make_scene()
     await scene.heard()
     publisher, cache = scene.publisher, scene.cache
