@@ -397,7 +397,7 @@ class Exchange:
         if prompt is not None and counted is not None:
             if counted != tokens and prompt.current:
                 self._miscounted(prompt.tokens, counted)
-            cached = account.usage.cached
+            cached = account.usage.cached  # the rest it has computed itself, and is to tell of
             if cached is not None and trace.decode is not None and trace.prefill is None and self._cache is not None:
                 self._cache.counted(trace.decode, counted - cached)
         self.router.decisions.add(Kept(record, trace, self._deployment, self._standing, tokens, stages))
