@@ -291,6 +291,26 @@ class CacheState(Struct, frozen=True):
     """Why it is not exact: by engine id, `*` for all."""
 
 
+class Fault(Struct, frozen=True):
+    """An engine or a pair that the outcomes of requests show to fail, as one router process sees it now."""
+
+    engine: str
+    """Id of the engine at fault; of a pair: its decode engine."""
+    attempt: int
+    cause: str
+    """A short code: `status-500`, `silent`, `reset`, `decode-computed`."""
+    reason: str
+    """One sentence for people: the engines' names, the stage and, of a transfer, the side channel's host:port where known."""
+    seconds: float
+    """For how long now, by the router's own monotonic clock."""
+    failures: int
+    """Outcomes of this kind since the last good one."""
+    prefill: str = ""
+    """Of a pair: id of its prefill engine …"""
+    prefill_attempt: int = 0
+    """… and its attempt."""
+
+
 class RouterStatus(Struct, frozen=True):
     """One router process, about once a second."""
 
@@ -305,6 +325,8 @@ class RouterStatus(Struct, frozen=True):
     """By name of the deployments that route by KV."""
     keys_seen: dict[str, float] = {}
     """Key id -> when it was used, in seconds since 1970. A use is told for some seconds, and at most one a minute per key."""
+    faults: tuple[Fault, ...] = ()
+    """Engines and pairs that get no requests, or fewer, because of what requests showed. Other routers may see others."""
 
 
 class RouterLoads(Struct, frozen=True):
