@@ -53,15 +53,11 @@ def parser() -> argparse.ArgumentParser:
     limits.add_argument("--max-body-mb", type=int, default=64, help="largest request body in MiB (64)")
     limits.add_argument("--drain-seconds", type=float, default=60.0, help="how long SIGTERM waits for replies (60)")
     limits.add_argument(
-        "--silence-seconds", type=float, default=600.0, help="longest wait for an engine's answer (600)"
-    )
-    limits.add_argument(
         "--kv-index-blocks",
         type=int,
         metavar="N",
         help="(engine, block) entries of a deployment's KV index (default: TANDEM_KV_INDEX_BLOCKS, 4000000)",
     )
-    limits.add_argument("--gap-seconds", type=float, default=300.0, help="longest silence inside a stream (300)")
     limits.add_argument(
         "--limit-wait-ms",
         type=int,
@@ -84,6 +80,8 @@ def _add_routing(group: argparse._ArgumentGroup) -> None:
         ("max_in_flight", int, "requests at one engine; more wait in the router"),
         ("queue_limit", int, "requests that wait in one process while all engines are full"),
         ("queue_seconds", float, "longest wait of one"),
+        ("silence_seconds", float, "longest wait for an engine's first byte; without a stream, for the whole answer"),
+        ("gap_seconds", float, "longest silence inside a stream"),
     ):
         default = getattr(usual, name)
         choices = list(type(default)) if isinstance(default, StrEnum) else None
@@ -153,8 +151,6 @@ def options(arguments: argparse.Namespace, settings: config.Config) -> Options:
         auth=not arguments.no_auth,
         limits=Limits(body_bytes=arguments.max_body_mb << 20),
         drain_seconds=arguments.drain_seconds,
-        silence_seconds=arguments.silence_seconds,
-        gap_seconds=arguments.gap_seconds,
         index_blocks=index_blocks,
         limit_wait_seconds=arguments.limit_wait_ms / 1000,
     )

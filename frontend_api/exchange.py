@@ -321,7 +321,8 @@ class Exchange:
         leg = self.leg
         if leg is None or self._slow or leg.connection is None:
             return
-        limit = self.router.silence_seconds if not self.account.streamed else self.router.gap_seconds
+        routing = self._deployment.routing
+        limit = routing.gap_seconds if self.account.streamed else routing.silence_seconds
         if now - leg.last_byte_at > limit:
             leg.give_up(Broken.SILENT)
 

@@ -56,8 +56,6 @@ class Router:
         decisions: Decisions | None = None,
         limits: KeyLimits | None = None,
         auth: bool = True,
-        silence_seconds: float = 600.0,
-        gap_seconds: float = 300.0,
     ) -> None:
         self.view = view
         self.upstreams = upstreams
@@ -69,10 +67,6 @@ class Router:
         self.decisions = decisions or Decisions()
         self.limits = limits or KeyLimits()
         self.auth = auth
-        self.silence_seconds = silence_seconds
-        """Longest wait for an engine's first byte."""
-        self.gap_seconds = gap_seconds
-        """Longest silence inside a stream."""
         self.exchanges: set[Exchange] = set()
         self.server: Server | None = None
 

@@ -29,6 +29,8 @@ _ROUTING_NUMBERS: Final[Mapping[str, type[int] | type[float]]] = {
     "max_in_flight": int,
     "queue_limit": int,
     "queue_seconds": float,
+    "silence_seconds": float,
+    "gap_seconds": float,
 }
 _ROUTING = (*_ROUTING_WORDS, *_ROUTING_NUMBERS)
 

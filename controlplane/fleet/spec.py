@@ -15,6 +15,8 @@ routing:                           # all of it may be left out
   max_in_flight: 64                # requests at one engine; more wait in the router. Default: no limit
   queue_limit: 1000                # requests that wait in one router process
   queue_seconds: 30
+  silence_seconds: 600             # longest wait for an engine's first byte; without a stream, for the whole answer
+  gap_seconds: 300                 # longest silence inside a stream
 pools:
   prefill: {replicas: 1}
   decode: {replicas: 1}            # or only: aggregated: {replicas: 1}
@@ -226,6 +228,8 @@ def check_routing(policy: RoutingPolicy, named: Callable[[str], str] = "routing.
     _check_between(named("max_in_flight"), policy.max_in_flight, 1, 100_000)
     _check_between(named("queue_limit"), policy.queue_limit, 0, 1_000_000)
     _check_between(named("queue_seconds"), policy.queue_seconds, 0, 3_600)
+    _check_between(named("silence_seconds"), policy.silence_seconds, 1, 86_400)
+    _check_between(named("gap_seconds"), policy.gap_seconds, 1, 86_400)
 
 
 def _check_model(model: str) -> None:

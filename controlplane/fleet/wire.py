@@ -202,6 +202,10 @@ class RoutingPolicy(Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     """Requests that may wait in one router process while all engines are full."""
     queue_seconds: float = 30.0
     """The longest that one waits."""
+    silence_seconds: float = 600.0
+    """The longest wait for an engine's first byte: of an answer that is no stream, for all of it."""
+    gap_seconds: float = 300.0
+    """The longest silence inside a stream."""
 
 
 class SnapshotEngine(Struct, frozen=True):

@@ -16,11 +16,30 @@ from msgspec import Struct
 Labels = tuple[str, ...]
 """Values in the order of the metric's label names."""
 
-WAITS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-"""Seconds up to the router's own limit of an engine's silence: beyond the last bound nothing is to be expected."""
+WAITS = (
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+    600.0,
+    1_800.0,
+    3_600.0,
+)
+"""Seconds up to the usual limit of an engine's silence, and beyond it, as a deployment may set a longer one."""
 STEPS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
          60.0, 120.0, 300.0)  # fmt: skip
-"""Seconds between tokens, up to the router's limit of a silence inside a stream."""
+"""Seconds between tokens, up to the usual limit of a silence inside a stream."""
 MICROSECONDS = (
     5.0,
     10.0,

@@ -53,8 +53,6 @@ class Options(Struct, frozen=True):
     auth: bool = True
     limits: Limits = Limits()
     drain_seconds: float = 60.0
-    silence_seconds: float = 600.0
-    gap_seconds: float = 300.0
     index_blocks: int = LIMIT
     """(engine, block) entries of the KV index of one deployment."""
     limit_wait_seconds: float = PATIENCE
@@ -110,8 +108,6 @@ async def run(
         loads=Loads(loads, index),
         limits=limits,
         auth=options.auth,
-        silence_seconds=options.silence_seconds,
-        gap_seconds=options.gap_seconds,
     )
     server = router.server = Server(router, options.limits)
     tasks = [loop.create_task(listeners.run_probes(view)), loop.create_task(_sweeps(server, router))]

@@ -654,17 +654,36 @@ async def test_only_an_exact_line_ends_a_stream(make_site: MakeSite) -> None:
     assert b"stream_truncated" in reply.body
 
 
-async def test_silence_is_not_waited_out(make_site: MakeSite) -> None:
+@pytest.mark.parametrize("body", [PROMPT, STREAM])
+async def test_silence_is_waited_for_as_long_as_the_deployment_says(make_site: MakeSite, body: dict[str, Any]) -> None:
     site = await aggregated(make_site, hang)
-    site.router.silence_seconds = 0.0
+    site.publish(policy=RoutingPolicy(silence_seconds=7_000.0, gap_seconds=5.0))
+    now = asyncio.get_running_loop().time
     async with Client(site.port) as client:
-        client.post(CHAT, PROMPT)
+        client.post(CHAT, body)
         await until(lambda: bool(site.engines["a0"].heard))
-        site.router.sweep(asyncio.get_running_loop().time() + 1e9)
+        site.router.sweep(now() + 6_900)
+        assert site.in_flight == {"a0": 1}
+        site.router.sweep(now() + 7_001)
         reply = await client.reply()
         assert (reply.status, reply.error["code"]) == (504, "engine_timeout")
     await until(lambda: site.engines["a0"].aborted == 1)
     await site.settled()
+
+
+async def test_a_gap_in_a_stream_may_last_as_long_as_the_deployment_says(make_site: MakeSite) -> None:
+    site = await aggregated(make_site, says(STREAM_HEAD + framed(ROLE + chunk("a")), then="hang"))
+    site.publish(policy=RoutingPolicy(silence_seconds=1.0, gap_seconds=7_000.0))
+    now = asyncio.get_running_loop().time
+    async with Client(site.port) as client:
+        client.post(CHAT, STREAM)
+        await client.head()
+        site.router.sweep(now() + 6_900)
+        assert site.in_flight == {"a0": 1}
+        site.router.sweep(now() + 7_001)
+        await until(lambda: site.engines["a0"].aborted == 1)
+    await site.settled()
+    assert site.record.result is Result.TRUNCATED
 
 
 # ---- the client leaves

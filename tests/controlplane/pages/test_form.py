@@ -30,6 +30,8 @@ FULL = {
         "max_in_flight": 64,
         "queue_limit": 10,
         "queue_seconds": 7.5,
+        "silence_seconds": 1800.0,
+        "gap_seconds": 12.5,
     },
     "pools": {
         "prefill": {"replicas": 4, "tensor_parallel": 2, "max_num_batched_tokens": 8192},
