@@ -15,6 +15,7 @@ from controlplane.fleet.spec import check_routing
 from controlplane.fleet.wire import Affinity, Disaggregate, OnPrefillFailure, RoutingMode, RoutingPolicy
 from frontend_api import standalone
 from frontend_api.http import vanished
+from frontend_api.http.cors import Origins
 from frontend_api.http.reading import Limits
 from frontend_api.processes.process import Options
 from frontend_api.processes.supervise import Supervisor
@@ -30,6 +31,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--port", type=int, help="port to listen on (default: TANDEM_OPENAI_PORT, 8080)")
     p.add_argument("--processes", type=int, help="processes that share the port (default: TANDEM_ROUTERS, 1)")
     p.add_argument("--no-auth", action="store_true", help="ask no API key of anybody")
+    p.add_argument(
+        "--cors-origins",
+        metavar="ORIGINS",
+        help="web pages that may use it: `*`, `none`, or origins with commas between (default: TANDEM_CORS_ORIGINS, *)",
+    )
     alone = p.add_argument_group("without a control plane")
     alone.add_argument("--fleet", type=Path, metavar="FILE", help="a FleetSnapshot in JSON (see ARCHITECTURE.md)")
     alone.add_argument("--model", metavar="NAME", help="served name of the engines given by URL (needs --no-auth)")
@@ -149,11 +155,22 @@ def options(arguments: argparse.Namespace, settings: config.Config) -> Options:
         redis_url="" if fleet else settings.redis_url,
         copy=settings.home_path() / "router" / "snapshot.json",
         auth=not arguments.no_auth,
+        cors_origins=_origins(arguments, settings),
         limits=Limits(body_bytes=arguments.max_body_mb << 20),
         drain_seconds=arguments.drain_seconds,
         index_blocks=index_blocks,
         limit_wait_seconds=arguments.limit_wait_ms / 1000,
     )
+
+
+def _origins(arguments: argparse.Namespace, settings: config.Config) -> str:
+    """Raises `InvalidInput` naming the option or the variable."""
+    given: str | None = arguments.cors_origins
+    if given is None:
+        Origins(settings.cors_origins, "TANDEM_CORS_ORIGINS")
+        return settings.cors_origins
+    Origins(given, "--cors-origins")
+    return given
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -18,6 +18,7 @@ from controlplane.fleet.wire import Affinity, Result
 from frontend_api import flow, steps
 from frontend_api.formats import openai
 from frontend_api.formats.openai import Ask, Endpoint, Problem
+from frontend_api.http import passing
 from frontend_api.http.reading import Request
 from frontend_api.http.server import ClientConnection
 from frontend_api.http.upstream import Broken, Leg, probe
@@ -39,11 +40,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_PASSED_UP = (b"traceparent", b"tracestate", b"anthropic-version", b"anthropic-beta")
-"""Request headers that an engine gets besides the router's own."""
-_NOT_PASSED_DOWN = frozenset(
-    (b"connection", b"keep-alive", b"proxy-authenticate", b"trailer", b"upgrade", b"server", b"x-request-id")
-)
 
 
 class Exchange:
@@ -87,12 +83,7 @@ class Exchange:
         self._place: Place | None = None
         self._hold: Hold | None = None
         """Of a limited key."""
-        headers = request.headers
-        passed = b"x-request-id: %b\r\n" % request_id
-        for name in _PASSED_UP:
-            if name in headers:
-                passed += b"%b: %b\r\n" % (name, headers[name])
-        self._headers = passed
+        self._headers = b"x-request-id: %b\r\n%b" % (request_id, passing.up(request.headers))
         self._target = request.path + b"?" + request.query if request.query else request.path
 
     # ---- the flow
@@ -223,7 +214,8 @@ class Exchange:
         else:
             receiver = AnswerLeg(self, step.engine)
             body = openai.answer_body(body, self._ask.metering, step.params)
-        self.leg = pool.start(receiver, self._target, self._headers, body, fresh=step.fresh)
+        method = self.endpoint.method
+        self.leg = pool.start(receiver, self._target, self._headers, body, method=method, fresh=step.fresh)
 
     def _probed(self, broken: Broken | None) -> None:
         self.advance(steps.Lost(broken, False) if broken is not None else None)
@@ -329,8 +321,7 @@ class Exchange:
     # ---- the answer
 
     def answer_headers(self, headers: list[tuple[bytes, bytes]]) -> bytes:
-        lines = [b"%b: %b\r\n" % header for header in headers if header[0] not in _NOT_PASSED_DOWN]
-        lines.append(b"x-request-id: %b\r\n" % self.request_id)
+        lines = [passing.down(headers), b"x-request-id: %b\r\n" % self.request_id]
         if self._hold is not None:
             lines.append(self._hold.headers)
         if self._explain:

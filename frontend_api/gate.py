@@ -21,6 +21,7 @@ from controlplane.fleet.wire import RequestRecord, Result, Scope, SnapshotKey
 from frontend_api.exchange import Exchange
 from frontend_api.formats import openai
 from frontend_api.formats.openai import ENDPOINTS, OWNED_HEADER, Problem, Shape
+from frontend_api.http.cors import METHODS, Origins
 from frontend_api.http.reading import Request
 from frontend_api.http.server import ClientConnection, Server
 from frontend_api.http.upstream import Upstreams
@@ -55,6 +56,7 @@ class Router:
         loads: Loads | None = None,
         decisions: Decisions | None = None,
         limits: KeyLimits | None = None,
+        origins: Origins | None = None,
         auth: bool = True,
     ) -> None:
         self.view = view
@@ -66,6 +68,7 @@ class Router:
         view.followers += [self.loads, self.waiting]
         self.decisions = decisions or Decisions()
         self.limits = limits or KeyLimits()
+        self.origins = origins or Origins()
         self.auth = auth
         self.exchanges: set[Exchange] = set()
         self.server: Server | None = None
@@ -78,17 +81,21 @@ class Router:
         path = request.path
         if path.endswith(b"/"):  # engines send such clients on to the path without it
             path = request.path = path[:-1] or path
-        if path in _ENDPOINTS:
-            if request.method != b"POST":
-                return Problem(405, "method_not_allowed", "Use POST here.")
+        request.cors = self.cors(request)
+        if b"websocket" in request.headers.get(b"upgrade", b"").lower() and not _is_known(path):
+            return Problem(426, "no_websocket", "There are no WebSockets here: send the request by HTTP POST.")
+        if request.method == b"OPTIONS":
+            return self._check_preflight(request)
+        if endpoint := _ENDPOINTS.get(path):
+            if request.method != endpoint.method and (request.method, endpoint.method) != (b"HEAD", b"GET"):
+                return Problem(405, "method_not_allowed", f"Use {endpoint.method.decode()} here.")
             for name in request.headers:
                 if name.startswith(OWNED_HEADER):
                     text = name.decode("latin-1")
                     return Problem(400, "invalid_input", f"{text}: this header is set by the router; remove it", text)
             return self._check_key(request)
         if request.method not in (b"GET", b"HEAD"):
-            known = path in _OPEN or path == _MODELS or path.startswith(_MODELS + b"/")
-            return Problem(405, "method_not_allowed", "Use GET here.") if known else _no_path(path)
+            return Problem(405, "method_not_allowed", "Use GET here.") if _is_known(path) else _no_path(path)
         if path in _INSIGHTS:
             return self._check_insight(request, peer)
         if path in _OPEN:
@@ -97,15 +104,23 @@ class Router:
             return self._check_key(request)
         return _no_path(path)
 
+    def cors(self, request: Request) -> bytes:
+        """No web page may read figures and decisions: the browser's machine is let in without a key."""
+        return b"" if request.path in _INSIGHTS else self.origins.headers(request.headers)
+
     def serve(self, request: Request, connection: ClientConnection) -> None:
         endpoint = _ENDPOINTS.get(request.path)
-        if endpoint is None:
+        if endpoint is None or request.method == b"OPTIONS":
             self._answer(request, connection)
             return
         request_id = _request_id(request)
         request.body = request.body.removeprefix(BOM_UTF8)  # engines take it, our own reader does not
         try:
-            ask = openai.read_request(endpoint, request.body)
+            ask = openai.read_request(
+                endpoint, request.body if endpoint.method == b"POST" else openai.named_in(request.query)
+            )
+            if ask.owned:
+                request.body = openai.without_owned(request.body)
             deployment = self._deployment(ask.model, request.key)
         except InvalidInput as error:
             problem = Problem(400, error.code, error.message, error.field)
@@ -123,7 +138,9 @@ class Router:
         if problem.status == 401:
             extra = b"www-authenticate: Bearer\r\n"
         elif problem.status == 405:
-            extra = b"allow: POST\r\n" if endpoint else b"allow: GET, HEAD\r\n"
+            extra = b"allow: POST\r\n" if endpoint and endpoint.method == b"POST" else b"allow: GET, HEAD\r\n"
+        elif problem.status == 426:
+            extra = b"upgrade: HTTP/1.1\r\nconnection: upgrade\r\n"
         shape = endpoint.shape if endpoint else Shape.PLAIN
         self.reply_problem(connection, problem, shape, _request_id(request), extra)
 
@@ -188,13 +205,26 @@ class Router:
         request.digest = sha256(text).hexdigest()
         return self.view.keys.get(request.digest)
 
+    def _check_preflight(self, request: Request) -> Problem | None:
+        """A browser asks before it sends a page's request, and has no key then."""
+        path, headers = request.path, request.headers
+        if path in _INSIGHTS or not (path in _ENDPOINTS or _is_known(path)):
+            return _no_path(path)
+        origin = headers.get(b"origin")
+        if origin is not None and not self.origins.allow(origin):
+            text = (
+                f"The router does not allow the web pages of {origin.decode('latin-1')}; TANDEM_CORS_ORIGINS sets this."
+            )
+            return Problem(403, "origin_not_allowed", text)
+        return None
+
     def _check_insight(self, request: Request, peer: str) -> Problem | None:
         """Figures and decisions are for this machine alone, or for a key with the scope manage. A proxy's clients are not this
-        machine."""
+        machine; nor is a web page that reaches it by a name of its own."""
         if not self.auth:
             return None
         proxied = b"x-forwarded-for" in request.headers or b"forwarded" in request.headers
-        if not proxied and _is_loopback(peer):
+        if not proxied and _is_loopback(peer) and _is_local_name(request.headers.get(b"host", b"")):
             return None
         key = self._key(request)
         if key is None or (key.expires_at is not None and key.expires_at <= time()):
@@ -235,7 +265,9 @@ class Router:
 
     def _answer(self, request: Request, connection: ClientConnection) -> None:
         path = request.path
-        if path == b"/health":
+        if request.method == b"OPTIONS":
+            connection.reply(200, b"allow: %b\r\n%b" % (METHODS, self.origins.preflight(request.headers)), b"")
+        elif path == b"/health":
             connection.reply(200, _JSON, b'{"status":"ok"}')
         elif path == b"/ready":
             ready = self.view.ready
@@ -286,6 +318,11 @@ class Router:
         }
 
 
+def _is_known(path: bytes) -> bool:
+    """Whether it is answered without an engine."""
+    return path in _OPEN or path == _MODELS or path.startswith(_MODELS + b"/")
+
+
 def _no_model(model: str) -> Problem:
     return Problem(404, "model_not_found", f"The model {model!r} does not exist or you may not use it.", "model")
 
@@ -299,6 +336,20 @@ def _request_id(request: Request) -> bytes:
     if given is not None and _SANE_ID.fullmatch(given):
         return given
     return b"%032x" % getrandbits(128)
+
+
+def _is_local_name(host: bytes) -> bool:
+    """Whether nobody outside this network can have given this machine that name: it is an address, or it has no dot. A page may
+    make its own domain's name mean this machine (DNS rebinding), and the browser then takes the router for the page's server."""
+    name = host.decode("latin-1")
+    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+    if "." not in name and ":" not in name:
+        return True
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_loopback(peer: str) -> bool:

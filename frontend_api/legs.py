@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 MAX_REPLY = 256 << 20
 """Bytes of a reply that is not streamed."""
+MAX_ERROR = 1 << 20
+"""The same of an error."""
+LONGEST_RETRY = 3_600.0
+"""Seconds after which an engine may ask to be asked again."""
 _WHOLE = steps.Began(whole=True)
 _STREAM_HEADERS = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 
@@ -70,14 +74,13 @@ class PrefillLeg:
 class AnswerLeg:
     """Relays the answering engine's reply: a stream as it comes, anything else once it is whole."""
 
-    __slots__ = ("_engine", "_exchange", "_headers", "_parts", "_size", "_status", "_whole")
+    __slots__ = ("_engine", "_exchange", "_headers", "_parts", "_size", "_status")
 
     def __init__(self, exchange: Exchange, engine: Engine) -> None:
         self._exchange = exchange
         self._engine = engine
         self._status = 0
         self._headers: list[tuple[bytes, bytes]] = []
-        self._whole = False
         self._parts: list[bytes] = []
         self._size = 0
 
@@ -106,7 +109,7 @@ class AnswerLeg:
         if reader is None:
             self._parts.append(data)
             self._size += len(data)
-            if self._size > MAX_REPLY:
+            if self._size > (MAX_REPLY if self._status < 300 else MAX_ERROR):
                 _too_long(exchange)
             return
         try:
@@ -116,8 +119,8 @@ class AnswerLeg:
             return
         if reader.done and reader.fingerprint:
             self._engine.fingerprint = reader.fingerprint
-        last = last and (reader.done or reader.failed)
-        if not events and not last:
+        over = reader.over
+        if not events and not over:
             return
         if not exchange.account.streamed:
             if reader.failed and not reader.texts:  # the client has no byte yet: it gets a plain error
@@ -139,10 +142,15 @@ class AnswerLeg:
             exchange.account.streamed = True
             early = exchange.endpoint.shape is Shape.RESPONSES and not reader.texts
             exchange.advance(steps.Began(token=not early))
-        self._whole = last
         if reader.texts:
             account.relaying()
-        exchange.relay(events, last, framed if events is data else b"")
+        if reader.failed and not reader.done:
+            events += openai.end_after_error(exchange.endpoint.shape)
+        exchange.relay(events, over, framed if events is data else b"")
+        if over and not last:  # the engine may take its time to end the reply, or never do it
+            if exchange.leg is not None:
+                exchange.leg.let_end()
+            self.ended()
 
     def ended(self) -> None:
         exchange = self._exchange
@@ -158,9 +166,7 @@ class AnswerLeg:
         elif not exchange.account.streamed:
             exchange.account.reader = None
             exchange.advance(steps.Lost(Broken.RESET, True))
-        elif reader.done or reader.failed:
-            if not self._whole:
-                exchange.connection.send(b"", last=True)
+        elif reader.over:
             exchange.advance(steps.Ended(*(exchange.account.written() if not exchange.held_back else (0, 0.0))))
         else:
             self._break_off("The engine ended the stream before the answer was whole.")
@@ -191,7 +197,7 @@ class AnswerLeg:
 def _retry_after(headers: list[tuple[bytes, bytes]]) -> float | None:
     """The seconds after which an engine wants to be asked again. A date says nothing that is worth a look at the clock."""
     value = next((value for name, value in headers if name == b"retry-after"), b"")
-    return float(value) if value.isdigit() and len(value) < 10 else None
+    return min(float(value), LONGEST_RETRY) if value.isdigit() and len(value) < 10 else None
 
 
 def _too_long(exchange: Exchange) -> None:

@@ -27,6 +27,7 @@ class Config(Struct, frozen=True, kw_only=True):
     bind: str = "127.0.0.1"
     web_port: Port = 8000
     openai_port: Port = 8080
+    cors_origins: str = "*"
     redis_port: PortOrAuto = 0
     routers: Annotated[int, Meta(ge=1, le=64)] = 1
     kv_index_blocks: Annotated[int, Meta(ge=1_000)] = 4_000_000
@@ -81,6 +82,12 @@ VARIABLES = (
     Variable("TANDEM_BIND", "bind", "Address that the web server and the router listen on."),
     Variable("TANDEM_WEB_PORT", "web_port", "Port of the dashboard and REST API."),
     Variable("TANDEM_OPENAI_PORT", "openai_port", "Port of the OpenAI-compatible endpoint."),
+    Variable(
+        "TANDEM_CORS_ORIGINS",
+        "cors_origins",
+        "Web pages that may use the OpenAI-compatible endpoint: `*`, `none`, or origins as https://chat.example.com, comma "
+        "separated.",
+    ),
     Variable("TANDEM_REDIS_PORT", "redis_port", "Port of the embedded Redis; 0 chooses one and remembers it."),
     Variable("TANDEM_ROUTERS", "routers", "Router processes that share the OpenAI port."),
     Variable(

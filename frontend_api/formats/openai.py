@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import Enum
 from typing import Any, NamedTuple
+from urllib.parse import parse_qs
 
 import msgspec
 from msgspec import UNSET, Raw
@@ -43,6 +44,9 @@ class Endpoint(NamedTuple):
     counts_if_asked: bool = False
     """A stream gives its counts only on request. The other endpoints refuse the field that asks for them."""
     generates: bool = True
+    names_model: bool = True
+    """False: the model may be left out where there is but one."""
+    method: bytes = b"POST"
 
 
 ENDPOINTS = {
@@ -54,9 +58,17 @@ ENDPOINTS = {
         Endpoint("/v1/messages", Shape.MESSAGES),
         Endpoint("/v1/messages/count_tokens", Shape.MESSAGES, generates=False),
         Endpoint("/v1/embeddings", Shape.PLAIN, generates=False),
-        Endpoint("/tokenize", Shape.PLAIN, generates=False),
+        *(
+            Endpoint(path, Shape.PLAIN, generates=False, names_model=False)
+            for path in (
+                "/tokenize", "/detokenize", "/v2/embed", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/pooling",
+                "/classify",
+            )
+        ),
+        Endpoint("/tokenizer_info", Shape.PLAIN, generates=False, names_model=False, method=b"GET"),
     )
-}
+}  # fmt: skip
+"""Of an engine, what its users need. The others steer the engine itself, or belong to a router's siblings."""
 
 
 _LONG_IDS = 64 << 10
@@ -78,10 +90,17 @@ _encode = msgspec.json.encode
 class Ask:
     """What routing needs of one request."""
 
-    __slots__ = ("alone", "metadata", "metering", "model", "salt", "user")
+    __slots__ = ("alone", "metadata", "metering", "model", "owned", "salt", "user")
 
     def __init__(
-        self, model: str, alone: Reason | None, salt: str | None, metering: bytes, user: Any, metadata: Raw
+        self,
+        model: str,
+        alone: Reason | None,
+        salt: str | None,
+        metering: bytes,
+        user: Any,
+        metadata: Raw,
+        owned: bool,
     ) -> None:
         self.model = model
         self.alone = alone
@@ -93,6 +112,8 @@ class Ask:
         them itself, or the endpoint has them anyway, or gives none."""
         self.user = user
         self.metadata = metadata
+        self.owned = owned
+        """The body has fields of the router's own, as null: no engine is to get them."""
 
 
 def read_request(endpoint: Endpoint, body: bytes) -> Ask:
@@ -109,14 +130,14 @@ def read_request(endpoint: Endpoint, body: bytes) -> Ask:
         raise InvalidInput(f"{at or 'body'}: {str(error).partition(' - at')[0]}", field=at) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidInput(f"The body is not valid JSON: {error}") from None
-    if (
+    owned = (
         fields.kv_transfer_params is not UNSET
         or fields.ec_transfer_params is not UNSET
         or fields.data_parallel_rank is not UNSET
-        or fields.vllm_xargs is not None
-    ):
+    )
+    if owned or fields.vllm_xargs is not None:
         _check_owned(fields)
-    if not fields.model and endpoint.path != "/tokenize":
+    if not fields.model and endpoint.names_model:
         raise InvalidInput("model: name the model", field="model")
     salt = fields.cache_salt
     return Ask(
@@ -126,6 +147,7 @@ def read_request(endpoint: Endpoint, body: bytes) -> Ask:
         _metering(fields) if endpoint.counts_if_asked and bytes(fields.stream) == b"true" else b"",
         fields.user,
         fields.metadata,
+        owned,
     )
 
 
@@ -142,11 +164,11 @@ def user_of(endpoint: Endpoint, ask: Ask) -> str | None:
 
 def _check_owned(fields: RequestFields) -> None:
     for name in OWNED_FIELDS:
-        if getattr(fields, name) is not UNSET:
+        if getattr(fields, name) not in (UNSET, None):
             raise InvalidInput(f"{name}: this field is set by the router; remove it", field=name)
     if isinstance(fields.vllm_xargs, dict):
         for name in OWNED_ARGUMENTS:
-            if name in fields.vllm_xargs:
+            if fields.vllm_xargs.get(name) is not None:
                 where = f"vllm_xargs.{name}"
                 raise InvalidInput(f"{where}: this is set by the router; remove it", field=where)
 
@@ -214,9 +236,8 @@ def _is_plain(endpoint: Endpoint, fields: RequestFields) -> bool:
     or replaces are of the kind that every engine takes. Else KV would be kept for a request that decode then refuses, or
     the refusal would speak of a body that the client never sent."""
     shape = endpoint.shape
-    if (
-        fields.input if shape is Shape.RESPONSES else fields.prompt if shape is Shape.TEXT else fields.messages
-    ) is ABSENT:
+    prompt = fields.input if shape is Shape.RESPONSES else fields.prompt if shape is Shape.TEXT else fields.messages
+    if prompt is ABSENT or prompt == _NULL:
         return False
     if fields.stream is not ABSENT and bytes(fields.stream) not in _PLAIN_SWITCH:
         return False
@@ -254,6 +275,7 @@ _ASK_PREFILL = Raw(
     b'"remote_host":null,"remote_port":null}'
 )
 _ONE = Raw(b"1")
+_NULL = Raw(b"null")
 _TRUE = Raw(b"true")
 _FALSE = Raw(b"false")
 
@@ -344,6 +366,12 @@ def read_reply(body: bytes, usage: Usage) -> bytes:
     return without_owned(body)
 
 
+def named_in(query: bytes) -> bytes:
+    """The body that a request without one stands for: its query may name the model."""
+    (name,) = parse_qs(query.decode("latin-1"), max_num_fields=16).get("model", [""])[:1] or [""]
+    return _encode({"model": name})
+
+
 def without_owned(body: bytes) -> bytes:
     """A JSON object without the router's own fields."""
     return without(body, OWNED_FIELDS)
@@ -400,10 +428,15 @@ def error_body(problem: Problem, shape: Shape = Shape.PLAIN, *, marked: bool = F
 
 
 def error_event(problem: Problem, shape: Shape) -> bytes:
-    """The event that ends a stream which has begun."""
+    """The events that end a stream which has begun."""
     if shape in (Shape.MESSAGES, Shape.RESPONSES):
         return b"event: error\ndata: %b\n\n" % error_body(problem, shape, marked=True)
-    return b"data: %b\n\n" % error_body(problem)
+    return b"data: %b\n\n%b" % (error_body(problem), end_after_error(shape))
+
+
+def end_after_error(shape: Shape) -> bytes:
+    """The event that ends a stream behind an error event. In Anthropic's format and in that of responses the error does so itself."""
+    return b"" if shape in (Shape.MESSAGES, Shape.RESPONSES) else b"data: [DONE]\n\n"
 
 
 def shaped_error(status: int, body: bytes, shape: Shape) -> bytes:

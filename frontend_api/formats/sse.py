@@ -14,7 +14,14 @@ import msgspec
 from msgspec import Raw
 
 from frontend_api.formats.fields import Event
-from frontend_api.formats.openai import OWNED_FIELDS, UNREADABLE, Shape, Usage, without, without_owned
+from frontend_api.formats.openai import (
+    OWNED_FIELDS,
+    UNREADABLE,
+    Shape,
+    Usage,
+    without,
+    without_owned,
+)
 
 MAX_EVENT = 16 << 20
 """Bytes of one event; a stream with a longer one is broken."""
@@ -56,8 +63,8 @@ class EventReader:
     """
 
     __slots__ = (
-        "_after", "_alike", "_at", "_before", "_end", "_ending", "_held", "_left", "_mark", "_tries", "_unasked", "done",
-        "failed", "fingerprint", "texts", "usage",
+        "_after", "_alike", "_at", "_before", "_end", "_ending", "_held", "_left", "_mark", "_tries", "_unasked",
+        "done", "failed", "fingerprint", "texts", "usage",
     )  # fmt: skip
 
     def __init__(self, shape: Shape, usage: Usage, *, unasked: bool = False, fingerprint: bytes = b"") -> None:
@@ -82,6 +89,11 @@ class EventReader:
         """Its last event came: `[DONE]` as an exact line, or what the endpoint has instead."""
         self.failed = False
         """The engine reported an error inside the stream."""
+
+    @property
+    def over(self) -> bool:
+        """No event that may still come is relayed: its last one came, or an error, behind which there is only `[DONE]`."""
+        return self.done or self.failed
 
     @property
     def empty(self) -> bool:
@@ -131,12 +143,19 @@ class EventReader:
         return events
 
     def _inspect(self, data: bytes) -> bytes:
-        if data.find(b"\n\n") == len(data) - 2 and b"\r" not in data:  # one event, as most engines send them
+        if (
+            data.find(b"\n\n") == len(data) - 2 and b"\r" not in data and not self.over
+        ):  # one event, as most engines send them
             return self._read(data[:-2], b"\n\n")
         parts = _BLANK_LINE.split(data)
-        pairs = zip(parts[::2], parts[1::2], strict=False)
-        events = [self._read(event, end) if event else end for event, end in pairs]
-        return b"".join([*events, parts[-1]])  # after the last blank line there may be half of another one
+        events = []
+        for event, end in zip(parts[::2], parts[1::2], strict=False):
+            if not self.over:
+                events.append(self._read(event, end) if event else end)
+            elif not self.done and _payload(event) == b"[DONE]":  # as vLLM ends a stream behind an error
+                events.append(self._read(event, end))
+        events.append(parts[-1])  # after the last blank line there may be half of another one
+        return b"".join(events)
 
     def _read(self, event: bytes, end: bytes) -> bytes:
         """What there is to relay now. `end`: the blank line after the event."""

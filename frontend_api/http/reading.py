@@ -47,7 +47,7 @@ class Request:
     """One request. Header names are lower case; of a repeated name the last value counts."""
 
     __slots__ = (
-        "body", "digest", "headers", "http10", "keep_alive", "key", "method", "path", "query", "received_at", "refusal",
+        "body", "cors", "digest", "headers", "http10", "keep_alive", "key", "method", "path", "query", "received_at", "refusal",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -60,6 +60,8 @@ class Request:
         self.body = b""
         self.received_at = 0.0
         """`perf_counter` when its last byte came, or when its turn came on a connection with earlier requests."""
+        self.cors = b""
+        """Header lines of its answer, each ended, that tell a browser which web pages may read it."""
         self.refusal: Problem | None = None
         self.key: SnapshotKey | None = None
         """The API key it came with."""
@@ -70,12 +72,14 @@ class Request:
         """Another one with the same head. (Its body's length is in none of the headers that anybody asks for.)"""
         other = Request()
         other.method, other.path, other.query, other.headers = self.method, self.path, self.query, self.headers
-        other.digest = self.digest
+        other.digest, other.cors = self.digest, self.cors
         return other
 
 
 _ONCE = frozenset((b"authorization", b"x-api-key", b"host", b"expect", b"transfer-encoding"))
 """Headers that decide something and may come once only."""
+_EVEN_EMPTY = frozenset((b"host", b"transfer-encoding", b"content-length"))
+"""Headers that say something even without a value. Any other is absent then: gateways send fields that they have no value for."""
 
 
 class RequestReader:
@@ -187,6 +191,11 @@ class RequestReader:
         return now - last_read > limits.body_seconds or self._body_bytes < due
 
     @property
+    def present(self) -> Request:
+        """The request whose bytes come now, as far as they have come."""
+        return self._request
+
+    @property
     def waits(self) -> bool:
         """Something is to be done before the client sends more."""
         return bool(self.requests or self.unread) or self.broken is not None or self.wants_continue
@@ -282,6 +291,8 @@ class RequestReader:
             self._fed + self._piece > self._limits.head_bytes or len(headers) > MOST_FIELDS
         ):  # a part may be body: look closer
             self._check_head(len(self._target) + sum(len(name) + len(value) + 4 for name, value in headers.items()))
+        if b"" in headers.values():
+            headers = request.headers = {n: v for n, v in headers.items() if v or n in _EVEN_EMPTY}
         self._fed = 0
         request.method = parser.get_method()
         self._upgrading = parser.should_upgrade()
@@ -302,11 +313,9 @@ class RequestReader:
         request.path, _, request.query = target.partition(b"?")
         if self.broken is not None:
             return
-        encoding = headers.get(b"content-encoding")
-        if encoding is not None and encoding.lower() != b"identity":
+        request.refusal = self._judge(request)
+        if request.refusal is None and headers.get(b"content-encoding", b"identity").lower() != b"identity":
             request.refusal = Problem(415, "content_encoding", "Send the body without a content encoding.")
-        else:
-            request.refusal = self._judge(request)
         if b"expect" in headers and not request.http10:
             self._read_expectation(headers[b"expect"])
 

@@ -44,6 +44,9 @@ class Application(Protocol):
     def refused(self, request: Request, problem: Problem, connection: ClientConnection) -> None:
         """Reply with a problem, in the shape of the request's endpoint."""
 
+    def cors(self, request: Request) -> bytes:
+        """`Request.cors` of a request that was refused before it could be judged."""
+
     def count_refused(self, status: int) -> None:
         """A request that was refused below HTTP's grammar: nobody else sees it."""
 
@@ -86,11 +89,12 @@ class ClientConnection:
         """A whole reply. `headers`: header lines, each ended; length and connection are added."""
         close = self._must_close()
         self._write(
-            b"HTTP/1.1 %d %b\r\n%bcontent-length: %d\r\n%b\r\n%b"
+            b"HTTP/1.1 %d %b\r\n%b%bcontent-length: %d\r\n%b\r\n%b"
             % (
                 status,
                 _REASONS.get(status, b"Unknown"),
                 headers,
+                self.current.cors,
                 len(body),
                 b"connection: close\r\n" if close else b"",
                 b"" if self.current.method == b"HEAD" else body,
@@ -103,7 +107,7 @@ class ClientConnection:
         framing = b"" if self.current.http10 else b"transfer-encoding: chunked\r\n"
         close = b"connection: close\r\n" if self._must_close() else b""
         reason = _REASONS.get(status, b"Unknown")
-        self._head = b"HTTP/1.1 %d %b\r\n%b%b%b\r\n" % (status, reason, headers, framing, close)
+        self._head = b"HTTP/1.1 %d %b\r\n%b%b%b%b\r\n" % (status, reason, headers, self.current.cors, framing, close)
 
     def send(self, data: bytes, *, last: bool = False, framed: bytes = b"") -> None:
         """More of a begun reply; `last`: it is whole now. `framed`: the data as one chunk, where that is at hand."""
@@ -212,9 +216,10 @@ class ClientConnection:
         if problem.status == 413:  # whoever sent it may ask why, and the limit can be changed
             log.warning("Refused a request of %s: %s", self.peer, problem.message)
         body = error_body(problem)
+        cors = self._server.application.cors(self._reader.present)
         self._write(
-            b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
-            % (problem.status, _REASONS[problem.status], len(body), body)
+            b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\n%bcontent-length: %d\r\nconnection: close\r\n\r\n%b"
+            % (problem.status, _REASONS[problem.status], cors, len(body), body)
         )
         if self._transport is not None and not self._transport.is_closing():
             self._outbox.flush()

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 CONNECT_SECONDS = 3.0
 IDLE_SECONDS = 4.0
 """vLLM's server closes idle connections after 5 s; ours go first, so that a request never meets that close."""
+ENDING_SECONDS = 1.0
+"""For which a reply may go on after its answer is whole."""
 MAX_HEAD = 64 << 10
 """Bytes of a reply's head."""
 
@@ -82,6 +84,13 @@ class Leg:
         if self.connection is not None:
             self.connection.abort()
 
+    def let_end(self) -> None:
+        """Nobody needs what may still come: the answer is whole. Where the reply ends soon its connection is kept."""
+        connection, self.connection = self.connection, None
+        self.receiver = None
+        if connection is not None:
+            connection.let_end()
+
     def give_up(self, kind: Broken) -> None:
         """Cancel, and report it as a failure."""
         receiver, sent = self.receiver, self.connection is not None
@@ -106,6 +115,8 @@ class Connection:
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self.leg: Leg | None = None
+        self.ending_since = 0.0
+        """Since when all that is awaited is the reply's end; 0: there is more to it, or there is no reply."""
         self.idle_since = 0.0
         self._reused = False
         self._paused = False
@@ -116,6 +127,7 @@ class Connection:
         self._reset()
 
     def _reset(self) -> None:
+        self.ending_since = 0.0
         self._status = 0
         self._headers: list[tuple[bytes, bytes]] = []
         self._hops: list[bytes] = []
@@ -151,6 +163,13 @@ class Connection:
         self.leg = None
         if self._transport is not None:
             self._transport.abort()
+
+    def let_end(self) -> None:
+        if self._pool.closed:  # nobody would look after it
+            self.abort()
+        else:
+            self.ending_since = monotonic()
+            self.resume()
 
     def pause(self) -> None:
         if not self._paused and self._transport is not None:
@@ -361,12 +380,21 @@ class Pool:
         self.idle: list[Connection] = []
         self.opened: set[Connection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
-        self._closed = False
+        self.closed = False
 
-    def start(self, receiver: Receiver, target: bytes, headers: bytes, body: bytes, *, fresh: bool = False) -> Leg:
-        """Send a POST. `headers`: further header lines, each ended. `fresh`: on a new connection only."""
-        request = b"POST %b%b%b%bcontent-length: %d\r\n\r\n%b" % (
-            self._path, target, self._fixed, headers, len(body), body,
+    def start(
+        self,
+        receiver: Receiver,
+        target: bytes,
+        headers: bytes,
+        body: bytes,
+        *,
+        method: bytes = b"POST",
+        fresh: bool = False,
+    ) -> Leg:
+        """Send a request. `headers`: further header lines, each ended. `fresh`: on a new connection only."""
+        request = b"%b %b%b%b%bcontent-length: %d\r\n\r\n%b" % (
+            method, self._path, target, self._fixed, headers, len(body), body,
         )  # fmt: skip
         leg = Leg(receiver)
         if not fresh:
@@ -407,7 +435,7 @@ class Pool:
             receiver.failed(Failure(kind, False))
 
     def keep(self, connection: Connection) -> None:
-        if self._closed:
+        if self.closed:
             connection.abort()
             return
         connection.idle_since = monotonic()
@@ -422,6 +450,12 @@ class Pool:
     def in_use(self) -> bool:
         return bool(self.opened or self._connecting)
 
+    def cut_endless(self, now: float) -> None:
+        """Close connections whose replies do not end although their answers are whole. `now`: monotonic."""
+        for connection in list(self.opened):
+            if connection.ending_since and now - connection.ending_since > ENDING_SECONDS:
+                connection.abort()
+
     def close_idle(self, older_than: float) -> None:
         """Close connections that have been idle since before `older_than` (monotonic)."""
         while self.idle and self.idle[0].idle_since < older_than:
@@ -429,8 +463,9 @@ class Pool:
 
     def close(self) -> None:
         """Keep no connection any more; those in use go when their reply ends."""
-        self._closed = True
+        self.closed = True
         self.close_idle(float("inf"))
+        self.cut_endless(float("inf"))
 
 
 class Upstreams:
@@ -452,10 +487,11 @@ class Upstreams:
             pool.close()
 
     def sweep(self, now: float) -> None:
-        """Once a second: close what has been idle for too long, and forget engines without connections: a request that began
+        """Once a second: close what has been idle or ending for too long, and forget engines without connections: a request that began
         before an engine left the view may have gone there since."""
         for engine, pool in list(self._pools.items()):
             pool.close_idle(now - IDLE_SECONDS)
+            pool.cut_endless(now)
             if not pool.in_use:
                 del self._pools[engine]
 

@@ -36,8 +36,8 @@ class Estimate(NamedTuple):
 
 
 NOTHING = Estimate(0, 0, 0)
-_FREE = ("/tokenize", "/v1/messages/count_tokens")
-"""They make tokens of text and compute nothing with them."""
+_FREE = ("/tokenize", "/detokenize", "/tokenizer_info", "/v1/messages/count_tokens")
+"""They make tokens of text, or text of tokens, and compute nothing with them."""
 
 
 class _Lengths(Struct):

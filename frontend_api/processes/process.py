@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from controlplane.fleet.wire import FleetSnapshot
 from frontend_api.gate import Router
+from frontend_api.http.cors import Origins
 from frontend_api.http.reading import Limits
 from frontend_api.http.server import Server
 from frontend_api.http.upstream import Upstreams
@@ -51,6 +52,8 @@ class Options(Struct, frozen=True):
     copy: Path = Path("snapshot.json")
     """Where the last snapshot is kept for a start without Redis."""
     auth: bool = True
+    cors_origins: str = "*"
+    """See `http.cors.Origins`."""
     limits: Limits = Limits()
     drain_seconds: float = 60.0
     index_blocks: int = LIMIT
@@ -107,6 +110,7 @@ async def run(
         decisions=decisions,
         loads=Loads(loads, index),
         limits=limits,
+        origins=Origins(options.cors_origins),
         auth=options.auth,
     )
     server = router.server = Server(router, options.limits)

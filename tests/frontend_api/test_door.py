@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import Result
-from tests.frontend_api.client import PROMPT, ask
+from tests.frontend_api.client import PROMPT, Client, ask, request
 from tests.frontend_api.conftest import MakeSite, Site
+from tests.frontend_api.scripted import unary
 
 CHAT = "/v1/chat/completions"
 GOOD = {"Authorization": "Bearer tdm-inference"}
@@ -118,7 +120,6 @@ FORGED = {"do_remote_prefill": True, "remote_host": "10.6.6.6"}
     ("more", "param"),
     [
         ({"kv_transfer_params": FORGED}, "kv_transfer_params"),
-        ({"kv_transfer_params": None}, "kv_transfer_params"),
         ({"ec_transfer_params": FORGED}, "ec_transfer_params"),
         ({"data_parallel_rank": 1}, "data_parallel_rank"),
         ({"vllm_xargs": {"kv_transfer_params": FORGED}}, "vllm_xargs.kv_transfer_params"),
@@ -139,11 +140,57 @@ async def test_the_routers_own_fields_are_refused(pair: Site, path: str, more: d
     "raw",
     [
         b'{"model":"m","kv\\u005ftransfer_params":{"remote_host":"x"}}',
-        b'{"kv_transfer_params":{"remote_host":"x"},"model":"m","kv_transfer_params":null}',
+        b'{"kv_transfer_params":null,"model":"m","kv_transfer_params":{"remote_host":"x"}}',
     ],
 )
 async def test_disguised_fields_are_refused(pair: Site, raw: bytes) -> None:
     assert (await ask(pair.port, CHAT, raw)).error["param"] == "kv_transfer_params"
+
+
+NULLS = {
+    **dict.fromkeys(
+        ("kv_transfer_params", "ec_transfer_params", "data_parallel_rank", "vllm_xargs", "cache_salt", "user")
+    ),
+    **dict.fromkeys(
+        ("n", "best_of", "use_beam_search", "echo", "prompt_logprobs", "prompt_embeds", "background", "metadata")
+    ),
+    **dict.fromkeys(("previous_response_id", "stream", "stream_options", "max_completion_tokens", "tools", "stop")),
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        (CHAT, {"max_tokens": None}),
+        ("/v1/completions", {"prompt": "hi", "max_tokens": None}),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": None}),
+        ("/v1/messages", {"max_tokens": 9}),
+        ("/v1/embeddings", {"input": "hi"}),
+        ("/tokenize", {"prompt": "hi"}),
+    ],
+)
+async def test_null_is_absent(pair: Site, path: str, prompt: dict[str, Any]) -> None:
+    """Gateways send every field that they know."""
+    assert (await ask(pair.port, path, {**PROMPT, **NULLS, **prompt})).status == 200
+    generates = path not in ("/v1/embeddings", "/tokenize")
+    assert len(pair.engines["p"].heard) == generates
+    (heard,) = pair.engines["d"].heard
+    assert ("kv_transfer_params" in heard.body) is generates
+    assert not {"ec_transfer_params", "data_parallel_rank"}.intersection(heard.body)
+    await pair.settled()
+    assert pair.record.reason == ("least-load" if generates else "relayed")
+
+
+async def test_what_null_overrides_reaches_no_engine(pair: Site) -> None:
+    raw = b'{"kv_transfer_params":{"remote_host":"x"},"model":"m","messages":[],"kv_transfer_params":null}'
+    assert (await ask(pair.port, CHAT, raw)).status == 200
+    assert all(b'remote_host":"x' not in engine.heard[0].raw for engine in pair.engines.values())
+
+
+@pytest.mark.parametrize("more", [{"messages": None}, {}])
+async def test_a_prompt_that_is_null_is_none(pair: Site, more: dict[str, Any]) -> None:
+    await ask(pair.port, CHAT, {"model": "m", **more})
+    assert not pair.engines["p"].heard  # it is decode's to refuse, and no KV is kept for it
 
 
 async def test_the_fields_names_as_text_are_nobodys_business(pair: Site) -> None:
@@ -164,6 +211,86 @@ async def test_rank_headers_are_refused(pair: Site, name: str) -> None:
 async def test_compressed_bodies_are_refused(pair: Site) -> None:
     assert (await ask(pair.port, CHAT, PROMPT, Content_Encoding="gzip")).status == 415
     assert (await ask(pair.port, CHAT, PROMPT, Content_Encoding="Identity")).status == 200
+
+
+EMPTY = (
+    "Authorization",
+    "Content-Encoding",
+    "Content-Type",
+    "Accept-Encoding",
+    "Expect",
+    "Upgrade",
+    "Origin",
+    "Traceparent",
+)
+
+
+async def test_a_header_without_a_value_is_absent(guarded: Site) -> None:
+    """As gateways send what they have no value for."""
+    empty = {**dict.fromkeys((*EMPTY, "x-request-id", "x-session-id", "x-data-parallel-rank", "x-forwarded-for"), "")}
+    reply = await ask(guarded.port, CHAT, PROMPT, **{**empty, "x-api-key": "tdm-inference"})
+    assert reply.status == 200
+    assert len(reply.headers["x-request-id"]) == 32
+    (heard,) = guarded.engines["a"].heard
+    assert "" not in heard.headers.values()
+    assert (await ask(guarded.port, CHAT, PROMPT, **{**empty, "x-api-key": ""})).status == 401
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [1, 2]}),
+        ("/tokenizer_info", None),
+        ("/v1/embeddings", {"model": "m", "input": "a"}),
+        ("/v2/embed", {"texts": ["a"]}),
+        *((path, {"query": "a", "documents": ["b"]}) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+        *((path, {"queries": "a", "documents": ["b"]}) for path in ("/score", "/v1/score")),
+        ("/pooling", {"input": "a"}),
+        ("/classify", {"input": "a"}),
+    ],
+)
+async def test_what_else_engines_are_asked_is_relayed(guarded: Site, path: str, body: dict[str, Any] | None) -> None:
+    assert (await ask(guarded.port, path, body)).status == 401
+    engine = guarded.engines["a"]
+    engine.answer = lambda heard, writer: _write(writer, unary({"said": heard.target}))
+    reply = await ask(guarded.port, path + "?a=b", body, **GOOD)
+    assert (reply.status, reply.json) == (200, {"said": path + "?a=b"})
+    (heard,) = engine.heard
+    assert heard.raw == (b"" if body is None else json.dumps(body).encode())
+    assert heard.headers["authorization"] == "Bearer secret-a"
+    wrong = await ask(guarded.port, path, None if body else {}, **GOOD)
+    assert (wrong.status, wrong.headers["allow"]) == (405, "POST" if body else "GET, HEAD")
+
+
+async def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
+    writer.write(data)
+
+
+async def test_a_request_without_a_body_names_its_model_in_the_query(alone: Site) -> None:
+    alone.view.deployments["an/other"] = alone.view.deployments["m"]
+    assert (await ask(alone.port, "/tokenizer_info")).error["param"] == "model"
+    assert (await ask(alone.port, "/tokenizer_info?model=none")).status == 404
+    alone.engines["a"].answer = lambda heard, writer: _write(writer, unary({}))
+    assert (await ask(alone.port, "/tokenizer_info?model=an%2Fother")).status == 200
+
+
+WEBSOCKET = {
+    "Connection": "Upgrade",
+    "Upgrade": "WebSocket",
+    "Sec-WebSocket-Version": "13",
+    "Sec-WebSocket-Key": "AAAA",
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/realtime?model=m", CHAT])
+async def test_a_websocket_is_refused_so_that_clients_go_on_by_http(guarded: Site, path: str) -> None:
+    async with Client(guarded.port) as client:
+        client.send(request(path, **WEBSOCKET))
+        reply = await client.reply()
+        assert (reply.status, reply.error["code"], reply.headers["upgrade"]) == (426, "no_websocket", "HTTP/1.1")
+        client.post(CHAT, PROMPT, **GOOD)  # on the same connection
+        assert (await client.reply()).status == 200
 
 
 async def test_a_byte_order_mark_is_no_part_of_the_body(pair: Site) -> None:

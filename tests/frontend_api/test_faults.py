@@ -603,8 +603,8 @@ async def test_a_stream_that_breaks_ends_in_one_error_event(make_site: MakeSite,
         client.post(CHAT, STREAM)
         reply = await client.reply()
         told = events(reply.body)
-        assert told[-1]["error"]["code"] == "stream_truncated"
-        assert len(told) == 3
+        assert told[2]["error"]["code"] == "stream_truncated"
+        assert told[3:] == ["[DONE]"]  # or clients wait for more
         client.post(CHAT, PROMPT)  # the connection is still good
         assert (await client.reply()).status == 200
     await site.settled()
@@ -617,7 +617,7 @@ async def test_error_events_of_the_other_formats(make_site: MakeSite, path: str,
     text = event({"type": "content_block_delta"}) + event({"type": "response.output_text.delta", "delta": "x"})
     site = await aggregated(make_site, says(STREAM_HEAD + framed(text), then="end"))
     reply = await ask(site.port, path, STREAM)
-    last = reply.body.rstrip().split(b"\n\n")[-1]
+    last = reply.body.rstrip().split(b"\n\n")[-1]  # in these formats the error itself is the end
     assert last.startswith(b'event: error\ndata: {"type":"error","error":{"message"')
     assert f'"type":"{kind}"'.encode() in last
 
@@ -643,6 +643,61 @@ async def test_a_stream_of_nothing_but_its_end_is_no_answer(make_site: MakeSite,
     assert (reply.status, reply.error["code"]) == (502, "empty_answer")
     await site.settled()
     assert (site.record.result, site.record.status, site.record.reason) == (Result.FAILED, 502, "aggregated")
+
+
+TEXT_MARK = event({"type": "content_block_delta"}) + event({"type": "response.output_text.delta", "delta": "x"})
+DIED = {"error": {"message": "died", "type": "x", "param": None, "code": 500}}
+ENDS: dict[str, tuple[str, bytes, bytes]] = {
+    "done": (CHAT, ROLE + chunk("a") + DONE, b""),
+    "chat error": (CHAT, ROLE + chunk("a") + event(DIED), DONE),
+    "text error": ("/v1/completions", event({"choices": [{"text": "a"}]}) + event(DIED), DONE),
+    "message_stop": ("/v1/messages", TEXT_MARK + event({"type": "message_stop"}), b""),
+    "message error": ("/v1/messages", TEXT_MARK + event({"type": "error", **DIED}), b""),
+    "response.completed": ("/v1/responses", TEXT_MARK + event({"type": "response.completed", "response": {}}), b""),
+    "response.failed": ("/v1/responses", TEXT_MARK + event({"type": "response.failed", "response": {}}), b""),
+    "response.incomplete": ("/v1/responses", TEXT_MARK + event({"type": "response.incomplete", "response": {}}), b""),
+    "response error": ("/v1/responses", TEXT_MARK + event({"type": "error", "message": "x"}), b""),
+}
+
+
+@pytest.mark.parametrize("more", [b"", framed(chunk("more") + event(DIED))], ids=["silent", "talkative"])
+@pytest.mark.parametrize("end", ENDS)
+async def test_the_last_event_ends_stream_and_leg_though_the_engine_goes_on(
+    make_site: MakeSite, end: str, more: bytes
+) -> None:
+    path, text, added = ENDS[end]
+    site = await aggregated(make_site, says(STREAM_HEAD + framed(text) + more, then="hang"))
+    reply = await ask(site.port, path, {**STREAM, "prompt": "a", "input": "a"})
+    assert reply.body == text + added
+    await site.settled()
+    assert site.record.result is (Result.FAILED if "error" in end or "failed" in end else Result.OK)
+    site.upstreams.sweep(monotonic() + upstream.ENDING_SECONDS + 0.1)
+    await until(lambda: site.upstreams.open_connections() == 0)
+
+
+async def test_a_reply_that_ends_soon_behind_its_last_event_keeps_its_connection(make_site: MakeSite) -> None:
+    go_on = asyncio.Event()
+
+    async def ends_late(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + framed(ROLE + chunk("a") + DONE))
+        await go_on.wait()
+        writer.write(LAST)
+
+    site = await aggregated(make_site, ends_late)
+    assert events((await ask(site.port, CHAT, STREAM)).body)[-1] == "[DONE]"
+    go_on.set()
+    (pool,) = site.upstreams._pools.values()
+    await until(lambda: len(pool.idle) == 1)
+    site.upstreams.sweep(monotonic() + upstream.ENDING_SECONDS + 0.1)
+    assert (await ask(site.port, CHAT, STREAM)).status == 200
+    assert len(site.engines["a0"].open) == 1
+
+
+async def test_an_endless_reply_of_an_engine_that_left_is_cut(make_site: MakeSite) -> None:
+    site = await aggregated(make_site, says(STREAM_HEAD + framed(ROLE + chunk("a") + DONE), then="hang"))
+    await ask(site.port, CHAT, STREAM)
+    site.publish(without=("a0",))
+    await until(lambda: not site.engines["a0"].open)
 
 
 async def test_only_an_exact_line_ends_a_stream(make_site: MakeSite) -> None:

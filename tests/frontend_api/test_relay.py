@@ -14,6 +14,7 @@ from controlplane.fleet.wire import Result
 from frontend_api.formats import openai
 from frontend_api.formats.openai import ENDPOINTS
 from frontend_api.http import vanished
+from frontend_api.legs import MAX_ERROR
 from frontend_api.limits import charges
 from tests.frontend_api.client import PROMPT, Client, ask, events
 from tests.frontend_api.conftest import MakeSite, Site, until
@@ -24,6 +25,7 @@ from tests.frontend_api.scripted import (
     ROLE,
     STREAM_HEAD,
     USAGE,
+    Answer,
     Heard,
     chat_reply,
     chunk,
@@ -34,6 +36,13 @@ from tests.frontend_api.scripted import (
 )
 
 CHAT = "/v1/chat/completions"
+
+
+def says(data: bytes) -> Answer:
+    async def answer(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        writer.write(data)
+
+    return answer
 
 
 @pytest.mark.parametrize(
@@ -221,6 +230,74 @@ async def test_aggregated_gets_the_clients_own_bytes(alone: Site) -> None:
     assert reply.body == unary(chat_reply()).partition(b"\r\n\r\n")[2]
     await alone.settled()
     assert (alone.record.reason, alone.record.decode) == ("aggregated", "a")
+
+
+FOREIGN = (
+    "set-cookie: a=b\r\naccess-control-allow-origin: *\r\naccess-control-allow-credentials: true\r\nlocation: http://x/\r\n"
+    "x-tandem-decode: other\r\nx-ratelimit-limit-requests: 9\r\nx-request-id: theirs\r\nserver: uvicorn\r\nvary: x\r\n"
+    "refresh: 0\r\nlink: <x>; rel=preload\r\nwww-authenticate: Basic\r\nclear-site-data: *\r\nstrict-transport-security: a\r\n"
+    "content-encoding: gzip\r\nx-anything: " + "y" * 30_000 + "\r\n"
+)
+OUR_OWN = {"content-type", "content-length", "x-request-id"}
+
+
+@pytest.mark.parametrize("status", [200, 201, 302, 400, 404, 500])
+async def test_no_header_of_an_engine_speaks_for_the_router(make_site: MakeSite, status: int) -> None:
+    site = await make_site()
+    await site.engine("a", Role.AGGREGATED, says(unary(chat_reply(), status, FOREIGN)))
+    site.publish()
+    reply = await ask(site.port, CHAT, PROMPT)
+    assert set(reply.headers) - {"retry-after"} == OUR_OWN
+    assert reply.headers["x-request-id"] != "theirs"
+    assert reply.headers["content-type"] == "application/json"
+
+
+async def test_nor_does_one_of_a_stream(make_site: MakeSite) -> None:
+    site = await make_site()
+    head = STREAM_HEAD.replace(b"\r\n\r\n", b"\r\n" + FOREIGN.encode() + b"\r\n")
+    await site.engine("a", Role.AGGREGATED, says(head + framed(ROLE + chunk("a") + DONE) + LAST))
+    site.publish()
+    reply = await ask(site.port, CHAT, {**PROMPT, "stream": True})
+    ours = {"content-type", "x-request-id", "cache-control", "x-accel-buffering", "transfer-encoding"}
+    assert set(reply.headers) == ours
+
+
+@pytest.mark.parametrize(
+    ("kind", "passed"),
+    [
+        ("application/json", True),
+        ("Application/JSON; charset=utf-8", True),
+        ("text/plain;charset=utf-8", True),
+        ("text/html", False),
+        ("text/html; a=application/json", False),
+        ("application/json, text/html", False),
+        ("image/svg+xml", False),
+    ],
+)
+async def test_an_answer_is_no_page_that_a_browser_would_run(make_site: MakeSite, kind: str, passed: bool) -> None:
+    site = await make_site()
+    raw = unary(chat_reply()).replace(b"application/json", kind.encode())
+    await site.engine("a", Role.AGGREGATED, says(raw))
+    site.publish()
+    reply = await ask(site.port, CHAT, PROMPT)
+    assert reply.headers["content-type"] == (kind if passed else "application/octet-stream")
+
+
+async def test_what_describes_binary_embeddings_comes_with_them(make_site: MakeSite) -> None:
+    site = await make_site()
+    head = b'HTTP/1.1 200 OK\r\ncontent-type: application/octet-stream\r\nmetadata: {"data":[]}\r\ncontent-length: 3\r\n\r\n'
+    await site.engine("a", Role.AGGREGATED, says(head + b"\x00\xff\n"))
+    site.publish()
+    reply = await ask(site.port, "/v1/embeddings", {"model": "m", "input": "a"})
+    assert (reply.headers["metadata"], reply.body) == ('{"data":[]}', b"\x00\xff\n")
+
+
+async def test_an_error_of_any_length_is_not_passed_on(make_site: MakeSite) -> None:
+    site = await make_site()
+    await site.engine("a", Role.AGGREGATED, says(unary(b"x" * (MAX_ERROR + 1), 400)))
+    site.publish()
+    reply = await ask(site.port, CHAT, PROMPT)
+    assert (reply.status, len(reply.body) < 1_000) == (503, True)
 
 
 async def test_stream(pair: Site) -> None:
