@@ -123,22 +123,31 @@ class DeploymentEngines(ApiView):
         return Response(resources.EngineList({"items": queries.deployment_row(name).engines}).data)
 
 
+class EngineRetry(ApiView):
+    @extend_schema(operation_id="retryEngine", request=None, responses={202: resources.EngineResource})
+    def post(self, request: Request, name: str, engine: str) -> Response:
+        """Try a failed engine again now, instead of after its back-off. `engine`: id or short name."""
+        services.retry(actor=self.actor, name=name, engine=engine)
+        found = next(e for e in queries.deployment_row(name).engines if engine in (e.engine.pk, e.name))
+        return Response(resources.EngineResource(found).data, status=202)
+
+
 class DeploymentEvents(ApiView):
-    @extend_schema(operation_id="listDeploymentEvents", parameters=[requests.Page], responses=resources.EventPage)
+    @extend_schema(operation_id="listDeploymentEvents", parameters=[requests.EventPage], responses=resources.EventPage)
     def get(self, request: Request, name: str) -> Response:
         """Also of a deployment that was deleted: history outlives it."""
         return event_page(self, deployment=name)
 
 
 class Events(ApiView):
-    @extend_schema(operation_id="listEvents", parameters=[requests.Page], responses=resources.EventPage)
+    @extend_schema(operation_id="listEvents", parameters=[requests.EventPage], responses=resources.EventPage)
     def get(self, request: Request) -> Response:
         return event_page(self, deployment=None)
 
 
 def event_page(view: ApiView, *, deployment: str | None) -> Response:
-    page = view.query(requests.Page)
-    items = list(queries.events(deployment=deployment, limit=page["limit"], before=page["before"]))
+    page = view.query(requests.EventPage)
+    items = queries.events(deployment=deployment, **page)
     following = items[-1].id if len(items) == page["limit"] else None
     return Response(resources.EventPage({"items": items, "next": following}).data)
 
@@ -155,6 +164,7 @@ routes = [
     path("deployments/<str:name>", DeploymentDetail.as_view()),
     path("deployments/<str:name>/scale", DeploymentScale.as_view()),
     path("deployments/<str:name>/engines", DeploymentEngines.as_view()),
+    path("deployments/<str:name>/engines/<str:engine>/retry", EngineRetry.as_view()),
     path("deployments/<str:name>/events", DeploymentEvents.as_view()),
     path("deployments/<str:name>/revisions", DeploymentRevisions.as_view()),
     path("events", Events.as_view()),

@@ -10,6 +10,7 @@ from controlplane.access.limits import BOUNDS
 from controlplane.access.services import LONGEST_OVERLAP, OVERLAP
 from controlplane.api.resources import ACCESS_ROLES, POOL_ROLES
 from controlplane.deployments.logs import START
+from controlplane.deployments.queries import EVENT_KINDS
 from controlplane.fleet.spec import MAX_REPLICAS
 from controlplane.fleet.wire import LOG_MAXLEN, Scope
 
@@ -37,6 +38,14 @@ class DryRun(serializers.Serializer[Any]):
 class Page(serializers.Serializer[Any]):
     limit = serializers.IntegerField(default=50, min_value=1, max_value=500)
     before = serializers.IntegerField(default=None, min_value=1, help_text="`next` of the page before.")
+
+
+class EventPage(Page):
+    kind = serializers.ChoiceField(
+        list(EVENT_KINDS), default=None, help_text="Failures of engines, all of engines, or changes that people made."
+    )
+    engine = serializers.CharField(default=None, max_length=80, help_text="An engine's id.")
+    text = serializers.CharField(default="", max_length=200, help_text="Words in the message, deployment or node.")
 
 
 class LogTail(serializers.Serializer[Any]):

@@ -72,6 +72,7 @@ class EngineResource(serializers.Serializer[Any]):
     attempt = serializers.IntegerField(source="engine.attempt")
     revision = serializers.IntegerField(source="engine.revision.number")
     failures = serializers.IntegerField(source="engine.failures", help_text="Failed attempts in a row.")
+    retry_at = serializers.DateTimeField(allow_null=True, help_text="When a failed engine is tried again.")
     node = serializers.CharField(source="node_name", allow_null=True)
     gpus = serializers.ListField(child=serializers.IntegerField(), source="engine.gpus")
     runtime = serializers.CharField(source="engine.runtime", help_text="sim, cpu or gpu; empty until placed.")

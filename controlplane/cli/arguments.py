@@ -35,6 +35,9 @@ def parser() -> argparse.ArgumentParser:
     for role in ("prefill", "decode", "aggregated"):
         scale.add_argument(f"--{role}", type=_between(0, MAX_REPLICAS), metavar="N")
 
+    retry = commands.add_parser("retry", help="try failed engines again now, instead of after their back-off")
+    retry.add_argument("target", metavar="DEPLOYMENT[/ENGINE]", help="NAME: all that failed; NAME/decode-0: this one")
+
     logs = commands.add_parser("logs", help="show the log of an engine, or of all engines of a deployment")
     logs.add_argument("target", metavar="ENGINE|DEPLOYMENT", help="an engine's id, NAME/decode-0, or a deployment")
     logs.add_argument("-f", "--follow", action="store_true", help="go on with new lines, also of later attempts")

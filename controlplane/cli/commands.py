@@ -96,6 +96,18 @@ def scale(client: Client, arguments: argparse.Namespace) -> int:
     return 0
 
 
+def retry(client: Client, arguments: argparse.Namespace) -> int:
+    name, _, engine = arguments.target.partition("/")
+    found = client.call("GET", "deployments", name, "engines")["items"]
+    engines = [engine] if engine else [e["name"] for e in found if e["state"] == "failed"]
+    if not engines:
+        print(f"{name}: no engine has failed", file=sys.stderr)
+    for each in engines:
+        client.call("POST", "deployments", name, "engines", each, "retry")
+        print(f"{name}/{each}: is tried again now")
+    return 0
+
+
 def delete(client: Client, arguments: argparse.Namespace) -> int:
     answer = client.call("DELETE", "deployments", arguments.name)
     print(f"{answer['name']}: {answer['sentence']}")
@@ -183,6 +195,7 @@ COMMANDS: dict[str, Callable[[Client, argparse.Namespace], int]] = {
     "apply": apply,
     "get": get,
     "scale": scale,
+    "retry": retry,
     "logs": show_logs,
     "delete": delete,
     "keys": keys,

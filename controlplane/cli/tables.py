@@ -43,6 +43,16 @@ def _pools(row: Row) -> str:
     return " ".join(f"{role} {ready.get(role, 0)}/{wanted[role]}" for role in Role if role in wanted)
 
 
+def _attempt(row: Row) -> str:
+    if not row["failures"]:
+        return str(row["attempt"])
+    failed = f"{row['attempt']}, {row['failures']} failed in a row"
+    if row["retry_at"] is None:
+        return failed
+    left = (datetime.fromisoformat(row["retry_at"]) - datetime.now(UTC)).total_seconds()
+    return f"{failed}, again in {max(left, 0):.0f}s"
+
+
 def _hardware(row: Row) -> str:
     facts = row["facts"]
     if facts is None:
@@ -92,7 +102,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("SINCE", lambda r: _age(r["since"])),
         Column("NODE", lambda r: r["node"] or ""),
         Column("IN FLIGHT", lambda r: "" if r["in_flight"] is None else str(r["in_flight"])),
-        Column("ATTEMPT", lambda r: str(r["attempt"])),
+        Column("ATTEMPT", _attempt),
         Column("", lambda r: r["reason"], fold=True),
     ),
     "nodes": (

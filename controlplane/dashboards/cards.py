@@ -48,7 +48,14 @@ class Card:
     facts: tuple[tuple[str, str], ...]
     progress: float | None
     trouble: str
+    """Why the newest attempt failed."""
+    before: str
+    """Why the attempt before failed, of an engine that is being tried again."""
+    failures: int
+    """Failed attempts in a row."""
     attempt: int
+    retry_at: datetime | None
+    """When it is tried again."""
     ending: str
     """`exit code 1`, `signal 9`; empty where the sentence says it already, or nothing is known."""
     command: str
@@ -106,6 +113,9 @@ def card(row: EngineRow, node: NodeRow | None) -> Card:
         facts=_facts(row),
         progress=seen.progress if seen and row.state in (State.INSTALLING, State.FETCHING, State.STARTING) else None,
         trouble=text if failed else "",
+        before="" if failed or row.state is State.READY else row.last_failure,
+        failures=row.engine.failures,
+        retry_at=row.retry_at,
         attempt=row.engine.attempt,
         ending="" if not seen or (how := ending(seen.exit_code)) in text else how,
         command=" ".join(_shell_word(word) for word in seen.command) if seen else "",

@@ -34,6 +34,16 @@ def scale(request: HttpRequest, name: str) -> HttpResponse:
 
 @signed_in
 @require_POST
+def retry(request: HttpRequest, name: str) -> HttpResponse:
+    """Try a failed engine again at once; answers the picture as it is now."""
+    services.retry(actor=actor_of(request), name=name, engine=request.POST.get("engine", ""))
+    if is_htmx(request):
+        return overview(request, queries.deployment_row(name), only_live=True)
+    return redirect("deployment", name)
+
+
+@signed_in
+@require_POST
 def change_document(request: HttpRequest, name: str) -> HttpResponse:
     """Tell what the written document would change (`step` preview), or make it so (`step` apply).
 

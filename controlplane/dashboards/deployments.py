@@ -19,8 +19,6 @@ from controlplane.deployments.services import Applied
 from controlplane.fleet.errors import InvalidInput
 from controlplane.nodes import queries as nodes
 
-EVENTS_A_PAGE = 50
-
 
 def tab_page(
     request: HttpRequest,
@@ -100,18 +98,6 @@ def revisions(request: HttpRequest, name: str) -> HttpResponse:
     row = queries.deployment_row(name)
     found = revision_rows(list(row.deployment.revisions.order_by("-number")), row)
     return tab_page(request, row, "revisions", "deployments/head_live.html", revisions=found)
-
-
-@signed_in
-@require_GET
-def events(request: HttpRequest, name: str) -> HttpResponse:
-    """The deployment's history, newest first, by pages."""
-    row = queries.deployment_row(name)
-    before = request.GET.get("before", "")
-    found = list(queries.events(deployment=name, limit=EVENTS_A_PAGE, before=int(before) if before.isdigit() else None))
-    rows = [(e, looks.of_event(e.kind, e.new_state)) for e in found]
-    older = found[-1].pk if len(found) == EVENTS_A_PAGE else None
-    return tab_page(request, row, "events", "deployments/events_live.html", events=rows, older=older, before=before)
 
 
 class Changes(NamedTuple):

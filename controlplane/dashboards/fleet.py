@@ -9,6 +9,7 @@ from typing import NamedTuple
 from django.http import HttpRequest, HttpResponse
 
 from controlplane.dashboards import cards, figures, lanes, looks, words
+from controlplane.dashboards.events import recent
 from controlplane.dashboards.looks import Look
 from controlplane.dashboards.page import page, signed_in
 from controlplane.dashboards.words import Quantity
@@ -189,6 +190,6 @@ def fleet(request: HttpRequest) -> HttpResponse:
         "minis": minis(rows[:MOST_CARDS]),
         "more": max(len(rows) - MOST_CARDS, 0),
         "node_rows": node_rows,
-        "events": [(e, looks.of_event(e.kind, e.new_state)) for e in queries.events(limit=12)],
+        "events": recent(),
     }
     return page(request, "fleet/page.html", context, live="fleet/live.html")

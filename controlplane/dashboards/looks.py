@@ -61,6 +61,7 @@ CHANGE: dict[str, Look] = {
     "created": Look("Created", "frame", "wait"),
     "deleting": Look("Deleting", "frame", "wait"),
     "deleted": Look("Deleted", "square", "off"),
+    "retry-asked": Look("Retry asked for", "frame", "wait"),
 }
 
 

@@ -104,7 +104,7 @@ def page(
         return render(request, live, full)
     match = request.resolver_match
     section = (match.url_name or "").split("-")[0] if match else ""
-    section = {"deployment": "deployments", "node": "nodes", "key": "keys"}.get(section, section)
+    section = {"deployment": "deployments", "node": "nodes", "key": "keys", "events": "fleet"}.get(section, section)
     full |= {"navigation": NAVIGATION, "section": section, "live_template": live, "foot": foot(), "now": timezone.now()}
     return render(request, template, full, status=status)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from django.contrib.auth.views import LogoutView
 from django.urls import path
 
-from controlplane.dashboards import changing, creating, deployments, fleet, keys, listing, logs, nodes
+from controlplane.dashboards import changing, creating, deployments, events, fleet, keys, listing, logs, nodes
 from controlplane.dashboards.login import Login
 from controlplane.dashboards.page import foot_part
 
@@ -13,15 +13,17 @@ urlpatterns = [
     path("login/", Login.as_view(), name="login"),
     path("logout/", LogoutView.as_view(), name="logout"),
     path("", fleet.fleet, name="fleet"),
+    path("events/", events.events, name="events"),
     path("foot/", foot_part, name="foot"),
     path("deployments/", listing.deployments, name="deployments"),
     path("new/", creating.new, name="deployments-new"),
     path("deployments/<slug:name>/", deployments.deployment, name="deployment"),
     path("deployments/<slug:name>/scale/", changing.scale, name="deployment-scale"),
+    path("deployments/<slug:name>/retry/", changing.retry, name="deployment-retry"),
     path("deployments/<slug:name>/logs/", logs.deployment_logs, name="deployment-logs"),
     path("deployments/<slug:name>/logs/more/", logs.more, name="deployment-logs-more"),
     path("deployments/<slug:name>/revisions/", deployments.revisions, name="deployment-revisions"),
-    path("deployments/<slug:name>/events/", deployments.events, name="deployment-events"),
+    path("deployments/<slug:name>/events/", events.of_deployment, name="deployment-events"),
     path("deployments/<slug:name>/settings/", deployments.settings, name="deployment-settings"),
     path("deployments/<slug:name>/export/", deployments.export, name="deployment-export"),
     path("deployments/<slug:name>/document/", changing.change_document, name="deployment-document"),

@@ -5,6 +5,7 @@ Bytes that move or are stored by engines are decimal (GB = 10⁹, as rates are);
 
 from __future__ import annotations
 
+from math import ceil
 from typing import NamedTuple
 
 
@@ -74,6 +75,12 @@ def age(seconds: float | None) -> str:
         if seconds >= size:
             return f"{int(seconds // size)} {unit}"
     return f"{seconds:.0f} s"
+
+
+def left(seconds: float) -> str:
+    """Time that is left, in whole seconds: 16 s, 4 min 05 s. `static/js/ages.js` writes the same."""
+    whole = max(ceil(seconds), 0)
+    return f"{whole} s" if whole < 60 else f"{whole // 60} min {whole % 60:02d} s"
 
 
 def plural(number: int, noun: str) -> str:

@@ -103,9 +103,11 @@ def _drained(draft: Draft, engine: EngineRecord) -> str:
 
 
 def retry(draft: Draft) -> None:
-    """A failed engine gets a new attempt when its back-off has passed."""
+    """A failed engine gets a new attempt when its back-off has passed, or at once when somebody asked for it."""
     for engine in draft.all():
-        if engine.state is State.FAILED and draft.now - engine.since >= backoff_seconds(engine.failures):
+        if engine.state is not State.FAILED:
+            continue
+        if engine.retry_asked or draft.now - engine.since >= backoff_seconds(engine.failures):
             draft.try_again(engine, "Waits for a place.")
 
 

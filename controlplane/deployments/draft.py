@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from controlplane.deployments.world import Decision, DeploymentRecord, EngineRecord, Move, World
-from controlplane.fleet.lifecycle import Event, State, advance, backoff_seconds
+from controlplane.fleet.lifecycle import Event, State, advance
 from controlplane.fleet.model import Role
 from controlplane.fleet.pairing import Incarnation
 from controlplane.nodes.presence import Presence, presence
@@ -74,11 +74,8 @@ class Draft:
         return moved
 
     def fail(self, engine: EngineRecord, event: Event, reason: str, *, counts: bool = True) -> EngineRecord:
-        """The attempt is over; says when the next comes. `counts`: it lengthens the back-off."""
-        failures = engine.failures + counts
-        return self.move(
-            engine, event, f"{reason} Tries again in {backoff_seconds(failures):.0f} s.", failures=failures
-        )
+        """The attempt is over; the next comes when the back-off has passed. `counts`: it lengthens the back-off."""
+        return self.move(engine, event, reason, failures=engine.failures + counts)
 
     def try_again(self, engine: EngineRecord, reason: str) -> EngineRecord:
         """A new attempt: a new process with a secret of its own; what is known of the old one no longer counts."""
@@ -92,6 +89,7 @@ class Draft:
             reported=False,
             ready_at=None,
             left_version=None,
+            retry_asked=False,
         )
 
     def note(self, engine: EngineRecord, **changes: Any) -> None:

@@ -65,7 +65,7 @@ class Revision(models.Model):
 
 
 class Engine(models.Model):
-    """One replica's state. Written by `loop` alone."""
+    """One replica's state. Written by `loop` alone, but for `retry_asked`, which is intent."""
 
     id = models.CharField(primary_key=True, max_length=80)
     """`<deployment>-<role>-<index>-<4 hex>`, unique for ever."""
@@ -82,6 +82,8 @@ class Engine(models.Model):
     attempt = models.PositiveIntegerField(default=1)
     failures = models.PositiveIntegerField(default=0)
     """Failed attempts in a row; 0 after it has been ready for a while."""
+    retry_asked = models.PositiveIntegerField(null=True, blank=True)
+    """The failed attempt after which somebody asked to try again at once. Written by `services`, followed by `loop`."""
     node = models.ForeignKey(Node, null=True, blank=True, on_delete=models.SET_NULL, related_name="engines")
     gpus = models.JSONField(default=list)
     """GPU indexes on its node (kept, like the node, until it is placed anew)."""

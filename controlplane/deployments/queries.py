@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
+from typing import Final
 
-from django.db.models import Max
+from django.db.models import Max, OuterRef, Q, Subquery
 
 from controlplane import publish
+from controlplane.access.roles import SYSTEM
 from controlplane.deployments import evidence_words
 from controlplane.deployments.loop import LEASE
 from controlplane.deployments.models import Attempt, Deployment, Engine, Event, Lease
@@ -16,7 +18,7 @@ from controlplane.deployments.rows import deployment_record, engine_record
 from controlplane.deployments.snapshot import condition_of
 from controlplane.deployments.world import EngineRecord
 from controlplane.fleet.errors import NotFound, Unavailable
-from controlplane.fleet.lifecycle import HOLDS_NODE, State
+from controlplane.fleet.lifecycle import HOLDS_NODE, State, backoff_seconds
 from controlplane.fleet.model import Observation, Role
 from controlplane.fleet.spec import DeploymentSpec
 from controlplane.fleet.status import Condition, Status
@@ -35,6 +37,10 @@ class EngineRow:
     observation: Observation | None
     in_flight: int | None
     """Requests now, as the routers count them; None: no router was heard of."""
+    retry_at: datetime | None
+    """When a failed engine is tried again; None: it has not failed."""
+    last_failure: str
+    """Why the attempt before ended, of an engine that is being tried again after failures."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +84,32 @@ def deployment_row(name: str) -> DeploymentRow:
     return _rows(found)[0]
 
 
+EVENT_KINDS: Final = {
+    "failures": Q(new_state__in=(State.FAILED, State.UNHEALTHY, State.LOST)),
+    "engines": ~Q(engine_id=""),
+    "changes": ~Q(actor=SYSTEM.name),
+}
+"""What events can be asked for: engines that failed, all of engines, what people changed."""
+
+
 def events(
-    *, deployment: str | None = None, engine: str | None = None, limit: int = 50, before: int | None = None
+    *,
+    deployment: str | None = None,
+    engine: str | None = None,
+    kind: str | None = None,
+    text: str = "",
+    limit: int = 50,
+    before: int | None = None,
 ) -> list[Event]:
-    """History, newest first; `before`: only rows older than that one."""
+    """History, newest first. `kind`: a key of `EVENT_KINDS`; `text`: in the message, its deployment or its node, each word of
+    it; `before`: only rows older than that one."""
     rows = Event.objects.order_by("-id")
+    if kind is not None:
+        rows = rows.filter(EVENT_KINDS[kind])
+    for word in text.split():
+        rows = rows.filter(
+            Q(message__icontains=word) | Q(deployment_name__icontains=word) | Q(node_name__icontains=word)
+        )
     if deployment is not None:
         rows = rows.filter(deployment_name=deployment)
     if engine is not None:
@@ -106,6 +133,8 @@ def _rows(deployments: Sequence[Deployment]) -> list[DeploymentRow]:
     routers = _routers()
     by_deployment: dict[int, list[Engine]] = {deployment.pk: [] for deployment in deployments}
     unstopped = Engine.objects.exclude(state=State.STOPPED).filter(deployment__in=deployments)
+    ended = Attempt.objects.filter(engine=OuterRef("pk"), ended_at__isnull=False).order_by("-number")
+    unstopped = unstopped.annotate(last_failure=Subquery(ended.values("reason")[:1]))
     for engine in unstopped.select_related("deployment", "revision", "node").order_by("role", "index", "created_at"):
         by_deployment[engine.deployment_id].append(engine)
     return [_deployment_row(deployment, by_deployment[deployment.pk], routers) for deployment in deployments]
@@ -131,7 +160,13 @@ def _engine_row(engine: Engine, record: EngineRecord, routers: list[RouterStatus
         since=engine.since,
         observation=record.observation,
         in_flight=sum(router.in_flight.get(engine.id, 0) for router in routers) if routers else None,
+        retry_at=_retry_at(record) if record.state is State.FAILED else None,
+        last_failure=(getattr(engine, "last_failure") or "") if record.failures else "",  # noqa: B009  (an annotation)
     )
+
+
+def _retry_at(engine: EngineRecord) -> datetime:
+    return datetime.fromtimestamp(engine.since + (0 if engine.retry_asked else backoff_seconds(engine.failures)), UTC)
 
 
 def _routers() -> list[RouterStatus]:

@@ -128,6 +128,7 @@ def engine_record(row: Engine) -> EngineRecord:
         observation=observation_of(row),
         ready_at=row.ready_at.timestamp() if row.ready_at else None,
         left_version=row.left_version,
+        retry_asked=row.retry_asked == row.attempt,
     )
 
 

@@ -17,10 +17,11 @@ from controlplane.access import audit
 from controlplane.access.roles import Actor
 from controlplane.access.roles import Role as Access
 from controlplane.deployments import tasks
-from controlplane.deployments.models import Deployment, Event, Revision
+from controlplane.deployments.models import Deployment, Engine, Event, Revision
 from controlplane.deployments.rows import spec_of
 from controlplane.fleet import spec
 from controlplane.fleet.errors import Conflict, InvalidInput, NotFound, Unavailable
+from controlplane.fleet.lifecycle import State
 from controlplane.fleet.model import Role
 from controlplane.fleet.spec import DeploymentSpec
 
@@ -118,6 +119,25 @@ def scale(*, actor: Actor, name: str, role: Role, replicas: int, generation: int
 
 
 @transaction.atomic
+def retry(*, actor: Actor, name: str, engine: str) -> None:
+    """Try a failed engine again now instead of after its back-off. Asking twice is no error.
+
+    `engine`: id or short name. Raises `Forbidden` (needs operator), `NotFound`, or `Conflict` for one that has not failed.
+    """
+    actor.require(Access.OPERATOR)
+    deployment = _existing(name, None)
+    row = next((e for e in deployment.engines.exclude(state=State.STOPPED) if engine in (e.pk, e.name)), None)
+    if row is None:
+        raise NotFound(f"{name} has no engine {engine}")
+    failed = Engine.objects.filter(pk=row.pk, state=State.FAILED, attempt=row.attempt)
+    if not failed.update(retry_asked=row.attempt):
+        raise Conflict(f"{row.name} has not failed: it is {row.state}, attempt {row.attempt}")
+    if row.retry_asked != row.attempt:
+        audit.record(actor=actor, action="engine.retry", target=row.pk, attempt=row.attempt)
+        _told(actor, deployment, "retry-asked", f"{name}: {row.name} is tried again now.", engine=row.pk)
+
+
+@transaction.atomic
 def delete(*, actor: Actor, name: str) -> None:
     """Let its engines finish their requests and end; then the row goes. Asking twice is no error.
 
@@ -177,8 +197,8 @@ def _add_revision(actor: Actor, row: Deployment, wanted: DeploymentSpec, number:
     )
 
 
-def _told(actor: Actor, row: Deployment, kind: str, message: str) -> None:
-    Event.objects.create(deployment_name=row.name, kind=kind, message=message, actor=actor.name)
+def _told(actor: Actor, row: Deployment, kind: str, message: str, engine: str = "") -> None:
+    Event.objects.create(deployment_name=row.name, engine_id=engine, kind=kind, message=message, actor=actor.name)
     transaction.on_commit(tasks.wake, robust=True)
     transaction.on_commit(lambda: _push(row.name), robust=True)
 

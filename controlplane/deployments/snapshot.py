@@ -49,7 +49,9 @@ def condition_of(deployment: DeploymentRecord, engines: Iterable[EngineRecord]) 
     """The deployment's derived condition."""
     wanted = {role: pool.replicas for role, pool in deployment.spec.pools.items()}
     views = [
-        EngineView(e.role, e.state, e.name, e.reason, is_suspect(e)) for e in engines if e.state is not State.STOPPED
+        EngineView(e.role, e.state, e.name, e.reason, is_suspect(e), e.attempt, e.failures)
+        for e in engines
+        if e.state is not State.STOPPED
     ]
     return derive(wanted, views, deleting=deployment.deleting)
 

@@ -49,6 +49,8 @@ class EngineRecord(Struct, frozen=True):
     """Its node's newest report names this attempt."""
     ready_at: float | None = None
     left_version: int | None = None
+    retry_asked: bool = False
+    """Somebody asked to try again at once, after this attempt."""
 
     @property
     def name(self) -> str:

@@ -31,6 +31,23 @@ class EngineView(NamedTuple):
     reason: str
     suspect: bool = False
     """It was ready when its node fell silent, and still gets requests."""
+    attempt: int = 1
+    failures: int = 0
+    """Failed attempts in a row."""
+
+    @property
+    def fails(self) -> bool:
+        """It does not do its work, or it is being tried again after it failed: a crash loop is one state, not two in turns."""
+        return self.state in (State.FAILED, State.LOST, State.UNHEALTHY) or self.failures > 0
+
+    @property
+    def said(self) -> str:
+        """What is the matter with it, and how often it was so."""
+        if not self.failures or self.state in (State.LOST, State.UNHEALTHY):
+            return f"{self.name}: {self.reason}"
+        times = "once" if self.failures == 1 else f"{self.failures} times in a row"
+        now = "" if self.state is State.FAILED else f"Attempt {self.attempt}: "
+        return f"{self.name} failed {times}. {now}{self.reason}".strip()
 
 
 class Condition(NamedTuple):
@@ -63,10 +80,10 @@ def derive(wanted: Mapping[Role, int], engines: Iterable[EngineView], *, deletin
     if not short:
         return condition(Status.READY, f"Serving with {_pools(counts)}.")
     serves = counts.get(Role.DECODE, 0) > 0 or counts.get(Role.AGGREGATED, 0) > 0
-    failed = [e for e in missing if e.state in (State.FAILED, State.LOST, State.UNHEALTHY)]
+    failed = [e for e in missing if e.fails]
     pending = [e for e in missing if e.state is State.PENDING]
     worst = failed or pending or missing
-    why = f"{worst[0].name}: {worst[0].reason}" if worst and worst[0].reason else "Engines are being created."
+    why = worst[0].said if worst and worst[0].reason else "Engines are being created."
     if serves:
         return condition(Status.DEGRADED, f"Serving with {_shares(counts, wanted)}. {why}")
     hoped = [e for e in engines if e.suspect and e.role is not Role.PREFILL]

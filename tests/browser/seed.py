@@ -174,7 +174,7 @@ def engine(
         reason=reason,
         since=ago(since),
         attempt=attempt,
-        failures=attempt - 1,
+        failures=attempt if state is State.FAILED else attempt - 1,
         node=on,
         gpus=list(gpus),
         runtime=runtime if on else "",
@@ -431,9 +431,9 @@ def failing(c: Node) -> Deployment:
         load=prefill_load(0.0, 0, 5, 0),
         reason="Answers; no decode engine is up to hand KV to.",
     )
-    engine(
-        of, Role.DECODE, 0, State.FAILED, on=c, gpus=[2], since=14, attempt=4, exit_code=1,
-        reason="torch.OutOfMemoryError: tried to allocate 2.31 GiB; the card has 1.08 GiB free. Tries again in 16 s.",
+    crashing = engine(
+        of, Role.DECODE, 0, State.FAILED, on=c, gpus=[2], since=4, attempt=4, exit_code=1,
+        reason="torch.OutOfMemoryError: tried to allocate 2.31 GiB; the card has 1.08 GiB free.",
     )  # fmt: skip
     engine(
         of,
@@ -445,8 +445,9 @@ def failing(c: Node) -> Deployment:
         since=31,
         attempt=2,
         exit_code=-9,
-        reason="Ended by SIGKILL, perhaps for want of memory. Tries again in 4 s.",
+        reason="Ended by SIGKILL, perhaps for want of memory.",
     )
+    crash_loop(of, crashing.pk)
     assert p.pk
     return of
 
@@ -498,3 +499,20 @@ def observe(row: Engine, **changes: Any) -> None:
     stored = dict(row.observation or {})
     stored["load"] = {**(stored.get("load") or {}), **changes}
     Engine.objects.filter(pk=row.pk).update(observation=stored)
+
+
+def crash_loop(of: Deployment, engine_id: str, attempts: int = 7, minutes: float = 4) -> None:
+    """The history of an engine that exits with every start."""
+    for attempt in range(attempts):
+        for after, kind, state, said in (
+            (0.0, "retry", "pending", "Waits for a place."),
+            (0.01, "place", "placed", "Placed on gpu-c."),
+            (0.1, "start", "starting", "Loading weights."),
+            (0.3, "exit", "failed", "The process exited with code 1."),
+        ):
+            row = Event.objects.create(
+                deployment_name=of.name, engine_id=engine_id, node_name="gpu-c", kind=kind, new_state=state,
+                message=f"decode-0: {said}", actor="tandem",
+            )  # fmt: skip
+            at = ago(60 * minutes * (1 - (attempt + after) / attempts))
+            Event.objects.filter(pk=row.pk).update(at=at)

@@ -92,6 +92,38 @@ def test_scale_posts_and_the_page_follows(page: Page, web: Web, demo: tuple[str,
     assert stored == "{'replicas': 1}"
 
 
+def test_the_time_to_the_next_attempt_runs_down_and_a_retry_can_be_asked_for(page: Page, web: Web) -> None:
+    web.django("seed.failing(seed.node('gpu-c', gpus=4))")
+    page.clock.install()
+    sign_in(page, "operator")
+    page.goto("/deployments/long-context/")
+    card = page.locator("[id^=card-long-context-decode-0]")
+    expect(card).to_contain_text("Attempt 4 failed, exit code 1.")
+    left = card.locator("time[data-left]")
+    seconds = int(left.inner_text().split()[-2])
+    page.clock.run_for(3000)
+    expect(left).to_have_text(re.compile(rf"^Tries again in ({seconds - 3}|{seconds - 4}) s\.$"))
+    card.get_by_role("button", name="Retry now").click()
+    expect(left).to_have_text("Tries again now.")
+    asked = web.django(
+        "from controlplane.deployments.models import Engine\nprint(Engine.objects.get(retry_asked=4).name)"
+    )
+    assert asked == "decode-0"
+
+
+def test_repeated_events_are_one_line_and_the_filter_knows_kind_engine_and_words(page: Page, web: Web) -> None:
+    sign_in(page, "viewer")
+    page.goto("/deployments/long-context/events/")
+    lines = page.locator(".event")
+    expect(lines.filter(has_text="The process exited with code 1.")).to_have_text(re.compile(r"7 times in \d min"))
+    page.get_by_label("Kind").select_option("Failures")
+    expect(lines).to_have_count(3)
+    page.get_by_label("Engine").select_option("decode-1")
+    expect(lines).to_have_count(1)
+    page.get_by_label("Words").fill("of no such word")
+    expect(page.locator("#history")).to_contain_text("No event matches.")
+
+
 def test_a_viewer_cannot_scale_and_is_told_why(page: Page, demo: tuple[str, str]) -> None:
     sign_in(page, "viewer")
     page.goto("/deployments/smollm2/")

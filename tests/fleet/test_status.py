@@ -51,6 +51,18 @@ def views(prefill: str, decode: str, reason: str = "because.") -> list[EngineVie
             Status.DEGRADED,
             "Perhaps serving: requests still go to decode-0. silent.",
         ),
+        (
+            ONE_EACH,
+            [EngineView(P, State.READY, "prefill-0", ""), EngineView(D, State.STARTING, "d", "Loads.", False, 3, 2)],
+            Status.FAILED,
+            "Not serving. d failed 2 times in a row. Attempt 3: Loads.",
+        ),
+        (
+            ONE_EACH,
+            [EngineView(P, State.READY, "prefill-0", ""), EngineView(D, State.FAILED, "d", "Exit 1.", False, 1, 1)],
+            Status.FAILED,
+            "Not serving. d failed once. Exit 1.",
+        ),
     ],
 )
 def test_conditions(wanted: dict[Role, int], engines: list[EngineView], status: Status, words: str) -> None:

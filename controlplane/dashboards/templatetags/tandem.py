@@ -93,6 +93,21 @@ def age(since: datetime | None) -> SafeString:
 
 
 @register.simple_tag
+def countdown(at: datetime, before: str, over: str) -> SafeString:
+    """`before` and the time left, going on in the browser by its own clock; `over` when none is left."""
+    seconds = (at - timezone.now()).total_seconds()
+    return format_html(
+        '<time datetime="{}" title="{} UTC" data-left="{}" data-before="{}" data-over="{}">{}</time>',
+        at.isoformat(),
+        f"{at:%F %T}",
+        f"{max(seconds, 0):.1f}",
+        before,
+        over,
+        f"{before} {words.left(seconds)}." if seconds > 0 else over,
+    )
+
+
+@register.simple_tag
 def clock(at: datetime) -> SafeString:
     """The time of day, in the reader's zone once the browser has it; UTC until then."""
     return format_html(

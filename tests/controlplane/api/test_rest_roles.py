@@ -15,7 +15,8 @@ from controlplane.access.models import AuditEntry
 from controlplane.access.roles import SYSTEM, Role
 from controlplane.api.urls import urlpatterns
 from controlplane.api.view import UnknownRoute
-from controlplane.deployments.models import Deployment
+from controlplane.deployments.models import Deployment, Engine
+from controlplane.fleet.lifecycle import State
 from controlplane.nodes import services as nodes
 from tests.controlplane.api.rest_world import DOCUMENT, ENGINE, key_client, signed_in
 
@@ -40,6 +41,10 @@ def scaled() -> Any:
     return {**DOCUMENT, "pools": {"prefill": {"replicas": 2}, "decode": {"replicas": 1}}}
 
 
+def failed() -> Any:
+    Engine.objects.filter(pk=ENGINE).update(state=State.FAILED)
+
+
 V, O, A = Role.VIEWER, Role.OPERATOR, Role.ADMIN
 TABLE = {
     "GET schema/": Rule(V),
@@ -52,6 +57,7 @@ TABLE = {
     "DELETE v1/deployments/<str:name>": Rule(O, 202, audited="deployment.delete"),
     "POST v1/deployments/<str:name>/scale": Rule(O, 200, lambda: {"role": "decode", "replicas": 3}, "deployment.scale"),
     "GET v1/deployments/<str:name>/engines": Rule(V),
+    "POST v1/deployments/<str:name>/engines/<str:engine>/retry": Rule(O, 202, failed, "engine.retry"),
     "GET v1/deployments/<str:name>/events": Rule(V),
     "GET v1/deployments/<str:name>/revisions": Rule(V),
     "GET v1/deployments/<str:name>/engines/<str:engine>/attempts": Rule(V),

@@ -8,11 +8,12 @@ from datetime import timedelta
 import pytest
 from django.utils import timezone
 
-from controlplane.access.models import ApiKey
+from controlplane.access.models import ApiKey, AuditEntry
 from controlplane.access.roles import SYSTEM
 from controlplane.deployments import loop, queries, services
 from controlplane.deployments.models import Attempt, Deployment, Engine, Event
 from controlplane.fleet import wire
+from controlplane.fleet.errors import Conflict, NotFound
 from controlplane.fleet.lifecycle import LIMITS, State, backoff_seconds
 from controlplane.fleet.model import EngineLoad, Phase, Role, Runtime
 from controlplane.fleet.wire import RouterStatus
@@ -378,7 +379,7 @@ def test_a_killed_engine_is_replaced_by_a_new_attempt_with_a_new_secret(fleet: F
     fleet.step()
     second = fleet.engine("decode-0")
     assert (second.id, second.state) == (first.id, "failed")
-    assert second.reason == "The process ended by signal 9. Tries again in 2 s."
+    assert second.reason == "The process ended by signal 9."
     assert fleet.serving() == ["prefill-0"]
     fleet.until(lambda: fleet.status() == "ready")
     third = fleet.engine("decode-0")
@@ -404,6 +405,46 @@ def test_an_engine_that_always_fails_backs_off_and_keeps_every_reason(fleet: Fle
     assert fleet.status() == "failed"
 
 
+def test_a_crash_loop_is_one_state_and_tells_how_often_it_failed(fleet: Fleet) -> None:
+    fleet.join("a").failing["demo-decode"] = "no memory left"
+    fleet.deploy()
+    fleet.step()
+    fleet.until(lambda: fleet.state("decode-0") == "failed")
+    seen = set()
+    for _ in range(12):
+        row = queries.deployment_row("demo")
+        (decode,) = (e for e in row.engines if e.engine.role == Role.DECODE)
+        seen.add((row.condition.status, decode.state is State.FAILED))
+        assert "decode-0 failed" in row.condition.sentence
+        assert (decode.retry_at is not None) == (decode.state is State.FAILED)
+        assert decode.last_failure == "no memory left"
+        fleet.step()
+    assert seen == {("failed", True), ("failed", False)}
+    assert "decode-0 failed 3 times in a row." in queries.deployment_row("demo").condition.sentence
+
+
+def test_a_failed_engine_is_tried_again_at_once_when_somebody_asks(fleet: Fleet) -> None:
+    fleet.join("a").failing["demo-decode"] = "no memory left"
+    fleet.deploy()
+    fleet.step()
+    fleet.until(lambda: fleet.engine("decode-0").failures == 5, 120)
+    fleet.step()
+    assert fleet.state("decode-0") == "failed", "the back-off is 32 s"
+    for _ in range(2):  # twice is no error, and no second request
+        services.retry(actor=OPERATOR, name="demo", engine="decode-0")
+    assert Event.objects.filter(kind="retry-asked", actor="olga").count() == 1
+    assert AuditEntry.objects.filter(action="engine.retry", actor="olga").count() == 1
+    fleet.step()
+    assert (fleet.state("decode-0"), fleet.engine("decode-0").attempt) == ("placed", 6)
+    with pytest.raises(Conflict, match="decode-0 has not failed: it is placed, attempt 6"):
+        services.retry(actor=OPERATOR, name="demo", engine=fleet.engine("decode-0").pk)
+    fleet.until(lambda: fleet.state("decode-0") == "failed")
+    fleet.step()
+    assert fleet.state("decode-0") == "failed", "one request is for one attempt"
+    with pytest.raises(NotFound):
+        services.retry(actor=OPERATOR, name="demo", engine="decode-7")
+
+
 def test_failures_are_forgotten_after_a_steady_minute(fleet: Fleet) -> None:
     agent = fleet.join("a")
     fleet.deploy_ready()
@@ -426,7 +467,7 @@ def test_engines_that_their_agent_was_told_to_end_have_not_failed(fleet: Fleet) 
             agent.set(engine.id, phase=Phase.EXITED, exit_code=0, stopped=True, detail="Stopped: its agent stops.")
         fleet.step()
         assert {e.state for e in fleet.engines()} == {"failed"}
-        assert fleet.engine("decode-0").reason == "Stopped: its agent stops. Tries again in 2 s."
+        assert fleet.engine("decode-0").reason == "Stopped: its agent stops."
         fleet.until(lambda: fleet.status() == "ready")
     assert {e.failures for e in fleet.engines()} == {0}
 

