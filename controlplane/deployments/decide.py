@@ -9,11 +9,11 @@ from __future__ import annotations
 from controlplane.deployments.draft import Draft, Token, proofs_of
 from controlplane.deployments.observe import take_reports, take_silence
 from controlplane.deployments.placement import Need, Place, Placer
-from controlplane.deployments.world import Decision, DeploymentRecord, EngineRecord, World
+from controlplane.deployments.world import Decision, DeploymentRecord, EngineRecord, NodeRecord, World
 from controlplane.fleet.lifecycle import BOOT, LIMITS, LIVE, Event, State, allowed, backoff_seconds
 from controlplane.fleet.model import Role
 from controlplane.fleet.pairing import may_serve
-from controlplane.nodes.presence import Presence, presence
+from controlplane.nodes.presence import LOST_AFTER, SILENT_AFTER, Presence, presence
 
 WANTED = (State.PENDING, State.FAILED, *LIVE)
 """States of an engine that fills a slot of its pool."""
@@ -21,6 +21,12 @@ STOPPED_KEPT = 3600.0
 """Seconds for which a stopped engine's row stays, so that its attempts and logs can be read."""
 STEADY_AFTER = 60.0
 """Seconds of being ready after which earlier failures no longer count."""
+LOST_FOR = LOST_AFTER - SILENT_AFTER
+"""Seconds for which an engine has been lost before it moves: the loop must have watched that silence itself."""
+AT_ONCE = 60.0
+"""Nodes that fell silent within so many seconds of each other fell silent at once."""
+NETWORK_HEALS = 600.0
+"""Seconds for which a silence of most nodes at once is taken for a network that is cut."""
 DRAIN_BLIND = 5.0
 """With no router heard of: seconds after which a drain goes by the engine's own load alone (two reports and more)."""
 _SCALE_DOWN_FIRST = {State.PENDING: 0, State.FAILED: 0, State.LOST: 0, State.UNHEALTHY: 2, State.READY: 3}
@@ -125,8 +131,7 @@ def place(draft: Draft) -> None:
             _put(draft, engine, answer)
         elif engine.reason != answer.reason:
             draft.note(engine, reason=answer.reason)
-    if _most_nodes_report(draft.world):
-        _replace_lost(draft, placer)
+    _replace_lost(draft, placer)
 
 
 def _need(draft: Draft, engine: EngineRecord) -> Need:
@@ -148,10 +153,16 @@ def _put(draft: Draft, engine: EngineRecord, place: Place) -> None:
     )
 
 
-def _most_nodes_report(world: World) -> bool:
-    """When most nodes are silent at once, the network is the likelier cause: then nothing is moved."""
-    heard = [presence(node.silent_seconds) for node in world.nodes.values() if node.facts is not None]
-    return 2 * heard.count(Presence.REPORTING) >= len(heard)
+def _network_is_cut(world: World, node: NodeRecord) -> bool:
+    """When most nodes fall silent at once, the network is the likelier cause. Nodes that fell silent at another time say
+    nothing about that, nor do those that never reported."""
+    silences = [other.silent_seconds for other in world.nodes.values()]
+    reporting = sum(presence(silence) is Presence.REPORTING for silence in silences)
+    at_once = sum(
+        presence(silence) is not Presence.REPORTING and abs(silence - node.silent_seconds) <= AT_ONCE
+        for silence in silences
+    )
+    return reporting < at_once
 
 
 def _replace_lost(draft: Draft, placer: Placer) -> None:
@@ -159,7 +170,7 @@ def _replace_lost(draft: Draft, placer: Placer) -> None:
     done: set[str] = set()
     for engine in sorted((e for e in draft.all() if e.state is State.LOST), key=lambda e: e.since):
         heard = draft.presence_of(engine)
-        if engine.deployment in done or heard not in (None, Presence.LOST):
+        if engine.deployment in done or not _may_move(draft, engine):
             continue
         answer = placer.place(_need(draft, engine), revision=engine.revision, pending=1)
         if isinstance(answer, Place):
@@ -171,6 +182,17 @@ def _replace_lost(draft: Draft, placer: Placer) -> None:
         else:
             continue
         done.add(engine.deployment)
+
+
+def _may_move(draft: Draft, engine: EngineRecord) -> bool:
+    """Whether a lost engine's node is gone for good, as far as anybody can tell."""
+    node = draft.world.nodes.get(engine.node or "")
+    if node is None:
+        return True
+    lost_for = draft.now - engine.since
+    if not draft.world.steady or lost_for < LOST_FOR or presence(node.silent_seconds) is not Presence.LOST:
+        return False
+    return lost_for > NETWORK_HEALS or not _network_is_cut(draft.world, node)
 
 
 def prove(draft: Draft) -> None:

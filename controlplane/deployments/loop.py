@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 LEASE = "reconcile"
 LEASE_SECONDS = 30.0
 PAUSE = 5.0
-"""A gap between two steps that is longer than this is a pause: silence and limits count from its end."""
+"""A gap between two steps that is longer than this is a pause. It makes nobody lost and lets no limit pass, and a report
+found at its end tells only that its node lived after the step before it."""
 RESEND_AFTER = 10.0
 """Seconds after which a plan that its agent has not taken in is sent again."""
 
@@ -59,9 +60,10 @@ def one_step(now: datetime, publisher: Publisher) -> bool:
         except Unavailable as error:
             log.warning("step skipped: %s", error)
             return False
+        heard: datetime | None = now
         if lease.stepped_at is None or now - lease.stepped_at > timedelta(seconds=PAUSE):
-            lease.resumed_at = now
-        gathered = gather(lease, {node.name: node for node in nodes}, found, routers, now=now)
+            lease.resumed_at, heard = now, lease.stepped_at
+        gathered = gather(lease, {node.name: node for node in nodes}, found, routers, now=now, heard=heard)
         decision = decide(gathered.world, now=now.timestamp(), token=secrets.token_hex)
         fresh = snapshot.build(gathered.world.deployments.values(), decision.engines, gathered.keys)
         newest = max([stored_version or 0, *(status.snapshot_version for status in routers)])
@@ -70,7 +72,7 @@ def one_step(now: datetime, publisher: Publisher) -> bool:
         try:
             with transaction.atomic():
                 _confirm(holder, lease, now)
-                changed_nodes = reports.record(nodes, gathered.reports, now=now)
+                changed_nodes = reports.record(nodes, found, heard=heard)
                 apply(decision, gathered, now=now)
                 to_send = _renew_plans(decision, gathered, now)
                 if version != gathered.published.version:

@@ -164,7 +164,7 @@ class Lease(models.Model):
     stepped_at = models.DateTimeField(null=True, blank=True)
     """The last whole step."""
     resumed_at = models.DateTimeField(null=True, blank=True)
-    """The first step after the last pause: no silence and no limit is counted from before it."""
+    """The first step after the last pause: nothing is lost and no limit passes shortly after it."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.holder}"

@@ -35,7 +35,7 @@ def take_silence(draft: Draft) -> None:
         heard = draft.presence_of(engine)
         if heard is None:
             draft.move(engine, Event.SILENCE, "Its node was removed.")
-        elif heard is not Presence.REPORTING:
+        elif heard is not Presence.REPORTING and draft.world.steady:
             draft.move(engine, Event.SILENCE, f"Node {engine.node} is silent; the process may well live.")
 
 

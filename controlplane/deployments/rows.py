@@ -21,7 +21,7 @@ from controlplane.fleet.model import Observation, Role, Runtime
 from controlplane.fleet.spec import DeploymentSpec, PoolSpec
 from controlplane.fleet.wire import NodeReport, RouterStatus, RoutingPolicy, Scope, SnapshotKey
 from controlplane.nodes.models import Node
-from controlplane.nodes.reports import facts_of, is_new, is_stale
+from controlplane.nodes.reports import Age, age, facts_of, latest
 
 SNAPSHOT = "snapshot"
 GRACE = 15.0
@@ -37,7 +37,7 @@ class Gathered:
     """The engines as their rows have them, before this step's reports."""
     nodes: dict[str, Node]
     reports: dict[str, NodeReport]
-    """Those that are not older than what was known."""
+    """Those that are not older than what was known, and not of an agent process that is heard for the first time."""
     deployment_ids: dict[str, int]
     revision_ids: dict[tuple[str, int], int]
     keys: list[SnapshotKey]
@@ -51,9 +51,12 @@ def gather(
     routers: Iterable[RouterStatus],
     *,
     now: datetime,
+    heard: datetime | None,
 ) -> Gathered:
-    """Everything that `decide` needs, as of now."""
-    reports = {name: report for name, report in reports.items() if name in nodes and not is_stale(nodes[name], report)}
+    """Everything that `decide` needs, as of now. `heard`: when the reports that are new came, at the earliest."""
+    ages = {name: age(nodes[name], report) for name, report in reports.items() if name in nodes}
+    reports = {name: reports[name] for name, how in ages.items() if how in (Age.NEW, Age.KNOWN)}
+    came = {name: heard for name, how in ages.items() if how is Age.NEW}
     resumed = lease.resumed_at or now
     rows = list(Engine.objects.select_related("deployment", "revision", "node"))
     newest = _newest_revisions()
@@ -62,7 +65,7 @@ def gather(
     deployments = list(Deployment.objects.all())
     stored, engines = _engine_records(rows, reports)
     world = World(
-        nodes={name: _node_record(node, reports.get(name), resumed, now) for name, node in nodes.items()},
+        nodes={name: _node_record(node, reports.get(name), came.get(name), now) for name, node in nodes.items()},
         deployments={d.name: deployment_record(d, newest[d.pk].number) for d in deployments if d.pk in newest},
         engines=engines,
         specs={which: spec_of(revision.spec) for which, revision in revisions.items()},
@@ -136,13 +139,10 @@ def observation_of(row: Engine) -> Observation | None:
     return None if row.observation is None else msgspec.convert(row.observation, Observation)
 
 
-def _node_record(node: Node, report: NodeReport | None, resumed: datetime, now: datetime) -> NodeRecord:
-    facts = facts_of(node)
-    if report is not None and is_new(node, report):
-        silent, facts = 0.0, report.facts
-    else:
-        heard = node.last_report_at
-        silent = inf if heard is None else max(0.0, (now - max(heard, resumed)).total_seconds())
+def _node_record(node: Node, report: NodeReport | None, came: datetime | None, now: datetime) -> NodeRecord:
+    facts = facts_of(node) if report is None else report.facts
+    heard = latest(node.last_report_at, came)
+    silent = inf if heard is None else max(0.0, (now - heard).total_seconds())
     took = report is not None and report.holds_plan and 0 < node.plan_generation <= report.plan_generation
     return NodeRecord(node.name, facts, node.cordoned, silent, took)
 

@@ -21,7 +21,7 @@ class NodeRecord(Struct, frozen=True):
     facts: NodeFacts | None = None
     cordoned: bool = False
     silent_seconds: float = inf
-    """Since its last new report, or since the loop resumed; infinite: it never reported."""
+    """Since its last new report, whoever was restarted meanwhile; infinite: it never reported."""
     took_plan: bool = False
     """Its newest report shows that it has taken in the newest plan made for it."""
 
@@ -101,7 +101,7 @@ class World(Struct, frozen=True):
     """The engine part of each revision that is in use, by deployment and number."""
     routers: tuple[RouterStatus, ...] = ()
     steady: bool = True
-    """The loop has run without a pause for long enough that silence and limits mean something."""
+    """The loop has run without a pause for long enough that what silence and limits did not say before it, they may say now."""
 
 
 class Move(Struct, frozen=True):

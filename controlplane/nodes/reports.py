@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -26,19 +27,35 @@ def facts_of(node: Node) -> NodeFacts | None:
         return None
 
 
-def is_new(node: Node, report: NodeReport) -> bool:
-    """Whether this report has not been taken in. One agent's reports count up; another agent's are new."""
-    return report.agent != node.agent or report.sequence > node.report_sequence
+class Age(StrEnum):
+    """What a report is beside those of its node that were taken in."""
+
+    NEW = "new"
+    """The next of the agent process that reports, or the node's first: a sign of life since the last step."""
+    KNOWN = "known"
+    """Taken in before: no sign of life."""
+    LATE = "late"
+    """Older than one that was taken in."""
+    STRANGE = "strange"
+    """Of another agent process than the last. It may be of a new one, or an old one from before Redis was restored: when
+    it counts up, its next one is `NEW`."""
 
 
-def is_stale(node: Node, report: NodeReport) -> bool:
-    """Whether it is older than one that was taken in: a message that came late."""
-    return report.agent == node.agent and report.sequence < node.report_sequence
+def age(node: Node, report: NodeReport) -> Age:
+    """How new the report is, by its agent process and sequence alone: no clock of the node counts."""
+    if report.agent != node.agent:
+        return Age.STRANGE if node.agent else Age.NEW
+    if report.sequence == node.report_sequence:
+        return Age.KNOWN
+    return Age.NEW if report.sequence > node.report_sequence else Age.LATE
 
 
-def record(nodes: Sequence[Node], reports: Mapping[str, NodeReport], *, now: datetime) -> list[Node]:
-    """Write the new ones among these reports; `now` is when they came. Returns the nodes that changed."""
-    fresh = [node for node in nodes if node.name in reports and is_new(node, reports[node.name])]
+def record(nodes: Sequence[Node], reports: Mapping[str, NodeReport], *, heard: datetime | None) -> list[Node]:
+    """Write the new ones among these reports. `heard`: when they came, at the earliest; None: not known at all. Returns the
+    nodes that changed."""
+    ages = {node.name: age(node, reports[node.name]) for node in nodes if node.name in reports}
+    _meet([node for node in nodes if ages.get(node.name) is Age.STRANGE], reports)
+    fresh = [node for node in nodes if ages.get(node.name) is Age.NEW]
     if not fresh:
         return []
     there = set(Node.objects.select_for_update().filter(pk__in=[n.pk for n in fresh]).values_list("pk", flat=True))
@@ -53,12 +70,25 @@ def record(nodes: Sequence[Node], reports: Mapping[str, NodeReport], *, now: dat
         node.address = report.facts.address
         node.agent, node.report_sequence = report.agent, report.sequence
         node.applied_generation = report.plan_generation
-        node.last_report_at = now
+        node.last_report_at = latest(node.last_report_at, heard)
     # An upsert, not `bulk_update`: for 200 nodes its CASE expressions take Django a quarter of a second, this a tenth of it.
     Node.objects.bulk_create(fresh, update_conflicts=True, unique_fields=["id"], update_fields=_NODE_FIELDS)
     for node in gpus:
         _record_gpus(node, reports[node.name].facts.gpus)
     return fresh
+
+
+def latest(*moments: datetime | None) -> datetime | None:
+    """The latest of those that are known."""
+    return max((moment for moment in moments if moment is not None), default=None)
+
+
+def _meet(nodes: Sequence[Node], reports: Mapping[str, NodeReport]) -> None:
+    """Remember the agent process whose next report will count."""
+    for node in nodes:
+        node.agent, node.report_sequence = reports[node.name].agent, reports[node.name].sequence
+    if nodes:
+        Node.objects.bulk_update(nodes, ["agent", "report_sequence"])
 
 
 def _record_gpus(node: Node, found: Sequence[GpuFacts]) -> None:

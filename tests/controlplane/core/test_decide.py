@@ -173,7 +173,7 @@ def test_silence_alone_ends_no_process(world: World) -> None:
     pools = {role: replace(pool, replicas=3) for role, pool in deployment.spec.pools.items()}
     deployment = replace(deployment, spec=replace(deployment.spec, pools=pools))
     engines = {key: replace(e, revision=1, since=NOW - 300) for key, e in world.engines.items()}
-    still = replace(world, nodes=silent, deployments={"d": deployment}, engines=engines)
+    still = replace(world, nodes=silent, deployments={"d": deployment}, engines=engines, steady=True)
     decision = decide(still, now=NOW, token=token)
     for key, before in engines.items():
         if (

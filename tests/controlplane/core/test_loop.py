@@ -11,6 +11,7 @@ from django.utils import timezone
 from controlplane.access.models import ApiKey, AuditEntry
 from controlplane.access.roles import SYSTEM
 from controlplane.deployments import loop, queries, services
+from controlplane.deployments.decide import NETWORK_HEALS
 from controlplane.deployments.models import Attempt, Deployment, Engine, Event
 from controlplane.fleet import wire
 from controlplane.fleet.errors import Conflict, NotFound
@@ -612,7 +613,7 @@ def test_a_lost_engine_moves_after_a_minute_and_the_old_process_is_stopped_on_re
     assert events_of(fleet.engine("decode-0"))[5:9] == ["silence", "replace", "retry", "place"]
 
 
-def test_when_most_nodes_fall_silent_nothing_is_moved(fleet: Fleet) -> None:
+def test_when_most_nodes_fall_silent_at_once_nothing_is_moved_for_a_while(fleet: Fleet) -> None:
     for name in "abc":
         fleet.join(name)
     fleet.deploy_ready(pools={"prefill": {"replicas": 3}, "decode": {"replicas": 3}})
@@ -620,10 +621,74 @@ def test_when_most_nodes_fall_silent_nothing_is_moved(fleet: Fleet) -> None:
     for name in "bc":
         fleet.agents[name].silent = True
     fleet.run(20)
-    fleet.skip(3600)
+    fleet.skip(NETWORK_HEALS - 30)
     fleet.run(5)
     assert {e.id: e.node.name for e in fleet.engines()} == where
     assert len(fleet.serving()) == 6
+    fleet.skip(60)
+    fleet.until(lambda: fleet.status() == "ready")
+    assert {e.node.name for e in fleet.engines()} == {"a"}, "no network is cut for that long"
+
+
+@pytest.mark.parametrize("gone", [1, 2, 5])
+def test_nodes_that_are_long_gone_have_no_say(fleet: Fleet, gone: int) -> None:
+    for name in ("a", "b", *(f"gone-{n}" for n in range(gone))):
+        fleet.join(name)
+    fleet.run(2)
+    for n in range(gone):
+        fleet.agents[f"gone-{n}"].silent = True
+    fleet.run(20)
+    fleet.skip(120)
+    fleet.deploy_ready(pools={"aggregated": {"replicas": 2}})
+    assert {e.node.name for e in fleet.engines()} == {"a", "b"}
+    fleet.agents["b"].silent = True
+    fleet.run(20)
+    fleet.skip(45)
+    fleet.until(lambda: fleet.status() == "ready", 10)
+    assert {e.node.name for e in fleet.engines()} == {"a"}
+
+
+def test_a_node_that_was_lost_before_a_restart_takes_nothing_until_it_reports(fleet: Fleet) -> None:
+    agent = fleet.join("a")
+    fleet.run(2)
+    agent.silent = True  # its last report stays in Redis
+    fleet.run(20)
+    fleet.skip(1800)
+    fleet.now += timedelta(minutes=10)  # the control plane is down
+    fleet.deploy()
+    fleet.run(30)
+    assert {e.state for e in fleet.engines()} == {"pending"}
+    assert fleet.engine("decode-0").reason == "Waits for a node that takes engines: a is silent."
+    agent.silent = False
+    fleet.until(lambda: fleet.status() == "ready", 10)
+
+
+def test_a_report_that_came_while_the_controller_was_down_is_no_sign_of_life(fleet: Fleet) -> None:
+    agent = fleet.join("a")
+    fleet.run(3)
+    agent.report()
+    agent.silent = True
+    fleet.now += timedelta(minutes=30)
+    fleet.deploy()
+    for _ in range(30):
+        fleet.step()
+        assert {e.state for e in fleet.engines()} == {"pending"}
+
+
+def test_a_report_that_comes_back_with_an_older_copy_of_redis_is_no_sign_of_life(fleet: Fleet) -> None:
+    agent = fleet.join("a")
+    fleet.run(3)
+    early = fleet.publisher.reports["a"]
+    agent.restart()
+    fleet.run(3)
+    agent.silent = True
+    fleet.run(20)
+    fleet.skip(1800)
+    fleet.publisher.reports["a"] = early
+    fleet.deploy()
+    for _ in range(30):
+        fleet.step()
+        assert {e.state for e in fleet.engines()} == {"pending"}
 
 
 def test_lost_engines_of_one_deployment_move_one_after_the_other(fleet: Fleet) -> None:

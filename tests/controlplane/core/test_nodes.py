@@ -208,7 +208,7 @@ def test_a_node_that_was_just_removed_is_not_made_again_by_its_report() -> None:
     node = Node.objects.create(name="a")
     Node.objects.all().delete()
     node.pk = 7
-    assert reports.record([node], {"a": NodeReport("a", "x", 1, 0, facts())}, now=timezone.now()) == []
+    assert reports.record([node], {"a": NodeReport("a", "x", 1, 0, facts())}, heard=timezone.now()) == []
     assert not Node.objects.exists()
 
 
