@@ -9,7 +9,8 @@ from celery import Celery
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
 
 from controlplane.fleet import config
-from controlplane.publish import DEFAULT_REDIS, broker_url
+from controlplane.fleet.addresses import broker_url
+from controlplane.publish import DEFAULT_REDIS
 
 RECONCILE_EVERY = 1.0
 

@@ -23,6 +23,7 @@ from kombu.connection import Connection
 from kombu.exceptions import OperationalError
 
 from controlplane.fleet import config, wire
+from controlplane.fleet.addresses import broker_url
 from controlplane.fleet.errors import Unavailable
 from controlplane.fleet.wire import FleetSnapshot, NodePlan, NodeReport, RouterStatus
 
@@ -277,11 +278,6 @@ class InMemoryPublisher:
     def _reach(self) -> None:
         if self.away:
             raise Unavailable("Redis cannot be reached")
-
-
-def broker_url(url: str) -> str:
-    """redis-py's URL in kombu's words: a unix socket is `redis+socket://` there."""
-    return "redis+socket://" + url.removeprefix("unix://") if url.startswith("unix://") else url
 
 
 @lru_cache(maxsize=1)

@@ -6,10 +6,12 @@ import contextlib
 import secrets
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import dj_database_url
 
 from controlplane.fleet import config
+from controlplane.fleet.addresses import bracketed
 
 CONFIG = config.load()
 BASE_DIR = Path(__file__).resolve().parent.parent
@@ -36,11 +38,14 @@ def _secret_key() -> str:
 
 SECRET_KEY = _secret_key()
 DEBUG = False
-ALLOWED_HOSTS = [h.strip() for h in CONFIG.allowed_hosts.split(",") if h.strip()] or [
-    "127.0.0.1",
+_EVERYWHERE = CONFIG.bind in ("0.0.0.0", "::")
+ALLOWED_HOSTS = [
+    "127.0.0.1",  # this machine's agent comes this way, whatever names people use
     "localhost",
     "[::1]",
-    *([CONFIG.bind] if CONFIG.bind not in ("0.0.0.0", "::") else ["*"]),
+    *([] if _EVERYWHERE else [bracketed(CONFIG.bind)]),
+    *([bracketed(urlsplit(CONFIG.public_url).hostname or "")] if CONFIG.public_url else []),
+    *(CONFIG.allowed_hosts.split(",") if CONFIG.allowed_hosts else ["*"] if _EVERYWHERE else []),
 ]
 
 INSTALLED_APPS = [
@@ -90,13 +95,15 @@ TEMPLATES: list[dict[str, Any]] = [
 ]
 
 DATABASES: dict[str, Any]
-if CONFIG.database_url:
+if CONFIG.database_url.startswith("postgres:"):
     DATABASES = {"default": dj_database_url.parse(CONFIG.database_url, conn_max_age=60, conn_health_checks=True)}
 else:
     DATABASES = {
         "default": {
             "ENGINE": "django.db.backends.sqlite3",
-            "NAME": HOME / "tandem.sqlite3",
+            "NAME": dj_database_url.parse(CONFIG.database_url)["NAME"]
+            if CONFIG.database_url
+            else HOME / "tandem.sqlite3",
             "OPTIONS": {
                 # Several processes write: WAL lets readers go on, immediate transactions take the write lock at their
                 # start (a later upgrade would fail at once instead of waiting), and the timeout waits for it.
@@ -134,7 +141,7 @@ X_FRAME_OPTIONS = "DENY"
 SECURE_CONTENT_TYPE_NOSNIFF = True
 SECURE_REFERRER_POLICY = "same-origin"
 if CONFIG.public_url:
-    CSRF_TRUSTED_ORIGINS = [CONFIG.public_url.rstrip("/")]
+    CSRF_TRUSTED_ORIGINS = [CONFIG.public_url]
     if CONFIG.public_url.startswith("https://"):
         SECURE_PROXY_SSL_HEADER = ("HTTP_X_FORWARDED_PROTO", "https")
         SESSION_COOKIE_SECURE = True

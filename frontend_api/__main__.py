@@ -35,7 +35,7 @@ def main() -> int:
 def _use(settings: config.Config) -> bool:
     try:
         return compiled.use(settings.cache_path())
-    except (OSError, RuntimeError):  # a cache that this user may not read, or no home to have one in
+    except (OSError, InvalidInput):  # a cache that this user may not read, or no home to have one in
         return False
 
 

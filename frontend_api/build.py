@@ -127,7 +127,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print("Interrupted. The next build starts clean.", file=sys.stderr)
         return 130
-    except (Impossible, OSError, RuntimeError) as error:  # RuntimeError: no home to have a cache in
+    except (Impossible, OSError) as error:
         if given.if_possible and settings.compiled != "always":
             print(f"The router runs uncompiled, which costs CPU and nothing else. {_sentence(error)}", file=sys.stderr)
             return 0

@@ -13,17 +13,13 @@ from collections.abc import Callable
 from celery import Celery
 from celery.worker import state
 
+from controlplane.fleet.addresses import broker_url
 from controlplane.fleet.wire import node_prefix, queue_name
 from workers.tasks import register
 
 log = logging.getLogger(__name__)
 
 _RESTART_AFTER = 5.0
-
-
-def broker_url(redis_url: str) -> str:
-    """redis-py's URL in kombu's words: a unix socket is `redis+socket://` there."""
-    return "redis+socket://" + redis_url.removeprefix("unix://") if redis_url.startswith("unix://") else redis_url
 
 
 def make_app(node: str, redis_url: str) -> Celery:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from controlplane.fleet.addresses import node_address
 from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.model import ForeignProcess, GpuFacts, NodeFacts, Runtime
 
@@ -33,18 +34,9 @@ def choose_address(configured: str, control_plane: str) -> str:
     host = urlsplit(control_plane).hostname or "127.0.0.1"
     address = configured or ("127.0.0.1" if _is_loopback(host) else _address_towards(host))
     try:
-        ip = ipaddress.IPv4Address(address)
-    except ValueError:
-        raise InvalidInput(
-            f"TANDEM_NODE_ADDRESS: {address!r} is not an IPv4 address; write this node's private one",
-            field="node_address",
-        ) from None
-    if ip.is_unspecified or ip.is_multicast:
-        raise InvalidInput(
-            f"TANDEM_NODE_ADDRESS: {address} would open unauthenticated engine sockets to every network; "
-            "write one private address of this node",
-            field="node_address",
-        )
+        node_address(address)
+    except InvalidInput as error:
+        raise InvalidInput(f"TANDEM_NODE_ADDRESS: {error.message}", field="node_address") from None
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.bind((address, 0))

@@ -15,7 +15,9 @@ import msgspec
 import redis
 from msgspec import Struct
 
+from controlplane.fleet.addresses import web_url
 from controlplane.fleet.errors import Forbidden, InvalidInput
+from controlplane.fleet.outbound import proxy_for
 from workers.mailbox import connect
 from workers.record import private_folder, write_private
 
@@ -66,6 +68,10 @@ def identify(
             "This machine has not joined yet: run `python -m workers --join URL` with a join token in TANDEM_JOIN_TOKEN.",
             field="join",
         )
+    try:
+        control_plane = web_url(control_plane)
+    except InvalidInput as error:
+        raise InvalidInput(f"--join: {error.message}", field="join") from None
     if not token:
         raise InvalidInput(
             "This machine has not joined yet: put a one-time join token into TANDEM_JOIN_TOKEN, or its file's path into "
@@ -87,13 +93,8 @@ def ask_control_plane(url: str, token: str, name: str) -> Identity | None:
     answers on.
     """
     try:
-        answer = httpx.post(
-            f"{url.rstrip('/')}/api/v1/nodes/join", json={"token": token, "name": name}, timeout=ASK_TIMEOUT_SECONDS
-        )
-    except (httpx.InvalidURL, httpx.UnsupportedProtocol):
-        raise InvalidInput(
-            f"--join {url}: write the control plane's URL, like http://host:8000", field="join"
-        ) from None
+        with httpx.Client(transport=httpx.HTTPTransport(proxy=proxy_for(url)), timeout=ASK_TIMEOUT_SECONDS) as client:
+            answer = client.post(f"{url}/api/v1/nodes/join", json={"token": token, "name": name})
     except httpx.HTTPError:
         return None
     if answer.status_code >= 500 or answer.status_code == 429:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import psutil
 
 from controlplane.fleet.config import VARIABLES
+from controlplane.fleet.outbound import with_no_proxy
 from workers.record import LOG, open_appending, private_folder
 
 TEMPORARY = "tmp"
@@ -73,9 +74,10 @@ def members(folder: Path) -> list[int]:
 
 
 def base_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What an engine inherits: the agent's environment without Tandem's own settings and secrets."""
+    """What an engine inherits: the agent's environment without Tandem's own settings and secrets, its proxies for public hosts
+    alone: engines of a node and of others reach each other straight."""
     ours = {name for variable in VARIABLES for name in (variable.name, variable.name + "_FILE")}
-    return {name: value for name, value in environ.items() if name not in ours}
+    return {name: value for name, value in environ.items() if name not in ours} | with_no_proxy(environ)
 
 
 class EngineProcess:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from typing import Any, Self
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import httpx
 
 from controlplane.fleet.errors import TandemError
+from controlplane.fleet.outbound import proxy_for
 
 LONGEST_WAIT = 30.0
 """Seconds until an answer is given up."""
@@ -33,12 +34,11 @@ class Client:
 
     def __init__(self, url: str, key: str) -> None:
         self.url = url.rstrip("/")
-        host = urlsplit(self.url).hostname or ""
         self._http = httpx.Client(
             base_url=f"{self.url}/api/v1/",
             headers={"Authorization": f"Bearer {key}"},
             timeout=httpx.Timeout(LONGEST_WAIT, connect=10),
-            trust_env=host not in ("127.0.0.1", "localhost", "::1"),  # no proxy can reach this machine's loopback
+            transport=httpx.HTTPTransport(proxy=proxy_for(self.url)),
         )
 
     def __enter__(self) -> Self:

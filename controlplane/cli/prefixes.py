@@ -16,9 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 from rich.console import Console
@@ -27,8 +25,11 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainin
 from controlplane.cli import prefix_report
 from controlplane.cli.client import Refused, Unreachable
 from controlplane.cli.prefix_report import Report, Shot
-from controlplane.fleet.config import Config
+from controlplane.fleet import addresses
+from controlplane.fleet.addresses import reachable
+from controlplane.fleet.config import Config, secret_file
 from controlplane.fleet.errors import InvalidInput
+from controlplane.fleet.outbound import proxy_for
 
 LONGEST_WAIT = 600.0
 """Seconds for one answer: a CPU reads a long prompt for a minute."""
@@ -53,7 +54,7 @@ def run(settings: Config, arguments: argparse.Namespace) -> int:
     """The whole command. Raises `TandemError` (refused, unreachable, wrong input) and `KeyboardInterrupt`, after printing what
     there is by then."""
     seed = arguments.seed if arguments.seed is not None else secrets.randbelow(1 << 31)
-    url = arguments.url or f"http://{_reachable(settings.bind)}:{settings.openai_port}"
+    url = _endpoint(arguments.url) if arguments.url else f"http://{reachable(settings.bind)}:{settings.openai_port}"
     with Endpoint(url, _key(settings, arguments.key_file), arguments.model) as endpoint:
         readers = endpoint.readers()
         if len(readers) < 2:
@@ -115,13 +116,12 @@ class Endpoint:
     """One model at an OpenAI endpoint of Tandem."""
 
     def __init__(self, url: str, key: str, model: str) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        host = urlsplit(self.url).hostname or ""
+        self.url = url
         self._http = httpx.Client(
             base_url=self.url,
             headers={"x-tandem-explain": "1"} | ({"authorization": f"Bearer {key}"} if key else {}),
             timeout=httpx.Timeout(LONGEST_WAIT, connect=10),
-            trust_env=host not in ("127.0.0.1", "localhost", "::1"),
+            transport=httpx.HTTPTransport(proxy=proxy_for(self.url)),
         )
         self.model = model
 
@@ -224,19 +224,20 @@ def _refusal(response: httpx.Response, model: str) -> Refused:
     return Refused(f"{model}: {says}" if model else says, status=status)
 
 
+def _endpoint(text: str) -> str:
+    try:
+        return addresses.web_url(text.rstrip("/").removesuffix("/v1"))
+    except InvalidInput as error:
+        raise InvalidInput(f"--url: {error.message}", field="--url") from None
+
+
 def _key(settings: Config, file: str) -> str:
     if not file:
         return settings.key
     try:
-        return Path(file).read_text().strip()
-    except OSError as error:
-        raise InvalidInput(f"--key-file {file}: {error.strerror}", field="--key-file") from None
-
-
-def _reachable(bind: str) -> str:
-    """An address to connect to, of one that is listened on."""
-    local = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]"}
-    return local.get(bind, f"[{bind}]" if ":" in bind else bind)
+        return addresses.key(secret_file(file))
+    except InvalidInput as error:
+        raise InvalidInput(f"--key-file: {error.message}", field="--key-file") from None
 
 
 @contextmanager

@@ -1,19 +1,26 @@
 """Settings of all programs: each variable once, typed, with its help line. README's table is held to this by a test.
 
-A secret may also be given as a file: `NAME_FILE`. Nonsense is refused at start, naming the variable.
+A secret may also be given as a file: `NAME_FILE`. Every value either works in its one form (`addresses`) or is refused at
+start, in one sentence that names the variable and shows no secret.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
+from controlplane.fleet import addresses
 from controlplane.fleet.errors import InvalidInput
+from controlplane.fleet.wire import checked_node_name
+
+T = TypeVar("T")
+MOST_BYTES = 1 << 16
+"""Of a value, also of one in a file."""
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
 PortOrAuto = Annotated[int, Meta(ge=0, le=65535)]
@@ -30,7 +37,7 @@ class Config(Struct, frozen=True, kw_only=True):
     cors_origins: str = "*"
     redis_port: PortOrAuto = 0
     routers: Annotated[int, Meta(ge=1, le=64)] = 1
-    kv_index_blocks: Annotated[int, Meta(ge=1_000)] = 4_000_000
+    kv_index_blocks: Annotated[int, Meta(ge=1_000, le=1 << 40)] = 4_000_000
     runtime: Literal["auto", "sim", "cpu", "gpu"] = "auto"
     keep_engines: bool = False
     redis_url: str = ""
@@ -41,8 +48,8 @@ class Config(Struct, frozen=True, kw_only=True):
     node_name: str = ""
     node_address: str = ""
     join_token: str = ""
-    engine_ports: Annotated[str, Meta(pattern=r"^\d+-\d+$")] = "21000-24999"
-    engine_cpus: Annotated[int, Meta(ge=0)] = 0
+    engine_ports: str = "21000-24999"
+    engine_cpus: Annotated[int, Meta(ge=0, le=4096)] = 0
     hf_token: str = ""
     url: str = "http://127.0.0.1:8000"
     api_key: str = ""
@@ -51,18 +58,65 @@ class Config(Struct, frozen=True, kw_only=True):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def home_path(self) -> Path:
-        return Path(self.home).expanduser().resolve()
+        """Raises `InvalidInput` naming the variable."""
+        return _named("TANDEM_HOME", _folder, self.home)
 
     def cache_path(self) -> Path:
-        """Runtimes and models, shared by all checkouts of this user."""
+        """Runtimes and models, shared by all checkouts of this user. Raises `InvalidInput` naming the variable."""
         if self.cache:
-            return Path(self.cache).expanduser().resolve()
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        return (Path(base) / "tandem").resolve()
+            return _named("TANDEM_CACHE", _folder, self.cache)
+        base = os.environ.get("XDG_CACHE_HOME", "")
+        if not base.startswith("/"):
+            try:
+                base = str(Path.home() / ".cache")
+            except RuntimeError:
+                raise InvalidInput(
+                    "TANDEM_CACHE: this user has no home folder for engine runtimes and models; set it to a folder for them",
+                    field="TANDEM_CACHE",
+                ) from None
+        return _named("TANDEM_CACHE", _folder, f"{base}/tandem")
 
     def engine_port_range(self) -> tuple[int, int]:
         low, _, high = self.engine_ports.partition("-")
         return int(low), int(high)
+
+
+def _folder(text: str) -> Path:
+    """An absolute path where a folder is or can be."""
+    try:
+        path = Path(text).expanduser().resolve()
+        there = next(one for one in (path, *path.parents) if one.exists())
+        usable = there.is_dir()
+    except RuntimeError:
+        raise InvalidInput(
+            f"{text:.200} begins with ~, and that user has no home folder; write an absolute path"
+        ) from None
+    except OSError as error:
+        raise InvalidInput(f"{text:.200} cannot be used: {error.strerror}; write the path of another folder") from None
+    if not usable:
+        raise InvalidInput(f"{text:.200}: {there} is a file; write the path of a folder")
+    return path
+
+
+def _folder_text(text: str) -> str:
+    _folder(text)
+    return text
+
+
+def _node_name(text: str) -> str:
+    try:
+        return checked_node_name(text)
+    except InvalidInput as error:
+        raise InvalidInput(error.message.removeprefix("name: ")) from None
+
+
+def _switch(text: str) -> str:
+    if text.lower() not in _BOOLEANS:
+        raise InvalidInput("write 1 or 0")
+    return _BOOLEANS[text.lower()]
+
+
+_BOOLEANS = {"0": "0", "false": "0", "no": "0", "off": "0", "1": "1", "true": "1", "yes": "1", "on": "1"}
 
 
 class Variable(NamedTuple):
@@ -70,16 +124,21 @@ class Variable(NamedTuple):
     field: str
     help: str
     secret: bool = False
+    check: Callable[[str], str] | None = None
+    """Gives a value's one form; raises `InvalidInput` with a sentence."""
 
 
 VARIABLES = (
-    Variable("TANDEM_HOME", "home", "State folder: database, secrets, logs, engine records."),
+    Variable("TANDEM_HOME", "home", "State folder: database, secrets, logs, engine records.", check=_folder_text),
     Variable(
         "TANDEM_CACHE",
         "cache",
         "Engine runtimes, models and the compiled router; default: `tandem` in the user's cache folder.",
+        check=_folder_text,
     ),
-    Variable("TANDEM_BIND", "bind", "Address that the web server and the router listen on."),
+    Variable(
+        "TANDEM_BIND", "bind", "Address that the web server and the router listen on.", check=addresses.ip_address
+    ),
     Variable("TANDEM_WEB_PORT", "web_port", "Port of the dashboard and REST API."),
     Variable("TANDEM_OPENAI_PORT", "openai_port", "Port of the OpenAI-compatible endpoint."),
     Variable(
@@ -96,23 +155,65 @@ VARIABLES = (
         "KV blocks, counted once per engine, that a router process remembers of one deployment: 40 to 130 bytes each.",
     ),
     Variable("RUNTIME", "runtime", "Engine runtime of this machine's node and of the demo: auto, sim, cpu or gpu."),
-    Variable("KEEP_ENGINES", "keep_engines", "1: engines go on when `make up` stops, and are adopted by the next."),
-    Variable("REDIS_URL", "redis_url", "Redis or Valkey to use instead of the embedded one.", True),
-    Variable("DATABASE_URL", "database_url", "PostgreSQL to use instead of SQLite.", True),
+    Variable(
+        "KEEP_ENGINES",
+        "keep_engines",
+        "1: engines go on when `make up` stops, and are adopted by the next.",
+        check=_switch,
+    ),
+    Variable(
+        "REDIS_URL", "redis_url", "Redis or Valkey to use instead of the embedded one.", True, check=addresses.redis_url
+    ),
+    Variable(
+        "DATABASE_URL",
+        "database_url",
+        "PostgreSQL to use instead of SQLite in the state folder.",
+        True,
+        check=addresses.database_url,
+    ),
     Variable(
         "TANDEM_SECRET_KEY", "secret_key", "Django's signing key; default: generated into the state folder.", True
     ),
-    Variable("TANDEM_ALLOWED_HOSTS", "allowed_hosts", "Host names the dashboard answers to, comma separated."),
-    Variable("TANDEM_PUBLIC_URL", "public_url", "The dashboard's https URL behind a proxy; turns secure cookies on."),
-    Variable("TANDEM_NODE_NAME", "node_name", "This node's name; default: the host name."),
-    Variable("TANDEM_NODE_ADDRESS", "node_address", "Private address that this node's engines listen on."),
-    Variable("TANDEM_JOIN_TOKEN", "join_token", "One-time token for `python -m workers --join URL`.", True),
-    Variable("TANDEM_ENGINE_PORTS", "engine_ports", "Port range from which engines take theirs."),
+    Variable(
+        "TANDEM_ALLOWED_HOSTS",
+        "allowed_hosts",
+        "Host names the dashboard answers to, comma separated.",
+        check=addresses.host_names,
+    ),
+    Variable(
+        "TANDEM_PUBLIC_URL",
+        "public_url",
+        "The dashboard's URL behind a proxy; https turns secure cookies on.",
+        check=addresses.web_url,
+    ),
+    Variable("TANDEM_NODE_NAME", "node_name", "This node's name; default: the host name.", check=_node_name),
+    Variable(
+        "TANDEM_NODE_ADDRESS",
+        "node_address",
+        "Private address that this node's engines listen on.",
+        check=addresses.node_address,
+    ),
+    Variable(
+        "TANDEM_JOIN_TOKEN",
+        "join_token",
+        "One-time token for `python -m workers --join URL`.",
+        True,
+        check=addresses.key,
+    ),
+    Variable(
+        "TANDEM_ENGINE_PORTS", "engine_ports", "Port range from which engines take theirs.", check=addresses.port_range
+    ),
     Variable("TANDEM_ENGINE_CPUS", "engine_cpus", "Threads of one CPU engine; 0: chosen from the cores."),
-    Variable("HF_TOKEN", "hf_token", "Access token for models of a hub; handed on by environment only.", True),
-    Variable("TANDEM_URL", "url", "Control plane that the `tandem` command talks to."),
-    Variable("TANDEM_API_KEY", "api_key", "Manage key of the `tandem` command.", True),
-    Variable("TANDEM_KEY", "key", "Inference key of `tandem bench`.", True),
+    Variable(
+        "HF_TOKEN",
+        "hf_token",
+        "Access token for models of a hub; handed on by environment only.",
+        True,
+        check=addresses.key,
+    ),
+    Variable("TANDEM_URL", "url", "Control plane that the `tandem` command talks to.", check=addresses.web_url),
+    Variable("TANDEM_API_KEY", "api_key", "Manage key of the `tandem` command.", True, check=addresses.key),
+    Variable("TANDEM_KEY", "key", "Inference key of `tandem bench`.", True, check=addresses.key),
     Variable(
         "TANDEM_COMPILED",
         "compiled",
@@ -121,8 +222,6 @@ VARIABLES = (
     Variable("TANDEM_LOG_LEVEL", "log_level", "debug, info, warning or error."),
 )
 
-_BOOLEANS = {"": False, "0": False, "false": False, "no": False, "1": True, "true": True, "yes": True}
-
 
 def load(environ: Mapping[str, str] | None = None) -> Config:
     """The settings as this environment gives them.
@@ -130,27 +229,41 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
     Raises `InvalidInput` naming the variable and what it takes.
     """
     environ = os.environ if environ is None else environ
-    values: dict[str, object] = {}
+    values: dict[str, str] = {}
     for variable in VARIABLES:
-        text = environ.get(variable.name)
+        text = environ.get(variable.name, "")
         if variable.secret and not text and (path := environ.get(variable.name + "_FILE")):
-            try:
-                text = Path(path).read_text().strip()
-            except OSError as error:
-                raise InvalidInput(f"{variable.name}_FILE: {path}: {error.strerror}", field=variable.name) from None
-        if text is None or (text == "" and variable.field != "keep_engines"):
-            continue
-        if variable.field == "keep_engines":
-            if text.lower() not in _BOOLEANS:
-                raise InvalidInput(f"{variable.name}: write 1 or 0", field=variable.name)
-            values[variable.field] = _BOOLEANS[text.lower()]
-            continue
-        values[variable.field] = text
+            text = _named(variable.name + "_FILE", secret_file, path)
+        if text:
+            values[variable.field] = _named(
+                variable.name, variable.check or str, _named(variable.name, addresses.visible, text)
+            )
     try:
         return msgspec.convert(values, Config, strict=False)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$.")
         field = path.rstrip("`")
         variable = next(v for v in VARIABLES if v.field == field)
-        shown = "" if variable.secret else f" (it is {values.get(field)!r})"
+        shown = "" if variable.secret else f" (it is {values.get(field)!r:.200})"
         raise InvalidInput(f"{variable.name}: {message}{shown}. {variable.help}", field=variable.name) from None
+
+
+def _named(name: str, check: Callable[[str], T], text: str) -> T:
+    try:
+        return check(text)
+    except InvalidInput as error:
+        raise InvalidInput(f"{name}: {error.message}", field=name) from None
+
+
+def secret_file(path: str) -> str:
+    """The text of a secret's file, without space around it. Raises `InvalidInput`."""
+    try:
+        with open(addresses.visible(path), "rb") as file:
+            text = file.read(MOST_BYTES + 1).decode().strip()
+    except OSError as error:
+        raise InvalidInput(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InvalidInput(f"{path}: it holds no UTF-8 text") from None
+    if not text:
+        raise InvalidInput(f"{path} is empty; write the value into it, or unset the variable")
+    return text

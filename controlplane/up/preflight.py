@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
+import itertools
 import os
 import shutil
 import socket
@@ -17,8 +17,9 @@ from pathlib import Path
 import httpx
 import psutil
 
+from controlplane.fleet.addresses import reachable
 from controlplane.fleet.config import Config
-from controlplane.up.programs import reachable
+from controlplane.fleet.errors import InvalidInput
 
 GIB = 1 << 30
 HOME_BYTES = GIB // 2
@@ -31,12 +32,14 @@ MEMORY_BYTES = 7 * GIB
 def machine(config: Config) -> list[str]:
     """Objections to this machine and these settings, whatever runs on it."""
     objections = []
-    try:
-        ipaddress.ip_address(config.bind)
-    except ValueError:
-        objections.append(f"TANDEM_BIND: {config.bind} is no IP address; write one of this machine, such as 127.0.0.1.")
-    if config.web_port == config.openai_port:
-        objections.append(f"TANDEM_WEB_PORT and TANDEM_OPENAI_PORT are both {config.web_port}; choose two ports.")
+    named = {
+        "TANDEM_WEB_PORT": config.web_port,
+        "TANDEM_OPENAI_PORT": config.openai_port,
+        "TANDEM_REDIS_PORT": config.redis_port,
+    }
+    for (one, port), (other, same) in itertools.combinations(named.items(), 2):
+        if port == same:
+            objections.append(f"{one} and {other} are both {port}; choose different ports.")
     objections += disk(config.home_path(), "TANDEM_HOME", HOME_BYTES)
     objections += cache(config)
     if config.runtime != "sim":
@@ -48,8 +51,8 @@ def cache(config: Config) -> list[str]:
     """Objections to where engine runtimes and models go. Whoever finds a runtime there need not write one."""
     try:
         folder = config.cache_path()
-    except RuntimeError:
-        return ["This user has no home folder for engine runtimes and models; set TANDEM_CACHE to a folder for them."]
+    except InvalidInput as error:
+        return [error.message]
     if config.runtime == "sim":
         return []
     existing = _existing(folder)

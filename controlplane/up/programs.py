@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from controlplane.fleet.addresses import bracketed, reachable
 from controlplane.fleet.config import VARIABLES, Config
 from controlplane.up.redis_server import EmbeddedRedis
 from controlplane.up.state import StateFolder
@@ -46,7 +47,7 @@ def programs(
     They stop from the outside in: the router takes no new request and finishes the running ones, the agent ends the
     engines, then nothing is left to reconcile or to show.
     """
-    web_address = f"{_bracketed(config.bind)}:{config.web_port}"
+    web_address = f"{bracketed(config.bind)}:{config.web_port}"
     proxy = (
         ("--proxy-headers", "--forwarded-allow-ips", "127.0.0.1,::1") if config.public_url else ("--no-proxy-headers",)
     )
@@ -92,7 +93,7 @@ def programs(
             "router",
             (python, "-m", "frontend_api", "--drain-seconds", str(DRAIN_SECONDS)),
             stops=10,
-            listens=f"http://{_bracketed(config.bind)}:{config.openai_port}/v1",
+            listens=f"http://{bracketed(config.bind)}:{config.openai_port}/v1",
             stop_seconds=DRAIN_SECONDS + 5,
             environment=no_hub,
         ),
@@ -103,7 +104,10 @@ def programs(
             listens=f"queue node.{node_name}",
             stop_seconds=ENGINE_STOP_SECONDS,
             # It reaches Redis as any node does: as the user that joining gave it.
-            environment={"REDIS_URL_FILE": "", "DATABASE_URL_FILE": "", "TANDEM_SECRET_KEY_FILE": ""},
+            environment={
+                "REDIS_URL_FILE": "", "DATABASE_URL_FILE": "", "TANDEM_SECRET_KEY_FILE": "",
+                "TANDEM_JOIN_TOKEN_FILE": str(state.join_token),
+            },
         ),
     ]  # fmt: skip
     if redis is not None:
@@ -113,15 +117,6 @@ def programs(
             0, Program("redis", (str(redis.binary), str(conf)), stops=60, listens=listens, environment=no_hub)
         )
     return tuple(result)
-
-
-def reachable(bind: str) -> str:
-    """An address of this machine at which a server bound to `bind` answers, ready for a URL."""
-    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(bind, _bracketed(bind))
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
 
 
 def environment(
@@ -136,6 +131,7 @@ def environment(
     for variable in VARIABLES:
         if variable.secret and variable.name != "HF_TOKEN":
             result.pop(variable.name, None)
+            result.pop(f"{variable.name}_FILE", None)
     result.pop("MAKEFLAGS", None)
     result.pop("MAKELEVEL", None)
     result |= {f"{name}_FILE": str(path) for name, path in files.items()}
@@ -144,7 +140,6 @@ def environment(
         "TANDEM_CACHE": str(config.cache_path()),
         "DJANGO_SETTINGS_MODULE": "controlplane.settings",
         "PYTHONUNBUFFERED": "1",
-        "TANDEM_JOIN_TOKEN_FILE": str(state.join_token),
     }
     return result
 

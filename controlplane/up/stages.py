@@ -20,13 +20,14 @@ import httpx
 import msgspec
 import redis
 
+from controlplane.fleet.addresses import reachable
 from controlplane.fleet.config import Config
 from controlplane.fleet.errors import Conflict, Unavailable
 from controlplane.fleet.wire import node_name_of_host
 from controlplane.up import preflight, redis_server
 from controlplane.up.demo import NAME, QUESTION, Answer, Demo
 from controlplane.up.first_start import Prepared
-from controlplane.up.programs import Program, environment, programs, reachable, supervisord
+from controlplane.up.programs import Program, environment, programs, supervisord
 from controlplane.up.screen import Line, Screen
 from controlplane.up.state import StateFolder
 from controlplane.up.supervisor import Supervisor, tail
@@ -108,7 +109,6 @@ class Up:
         if config.database_url:
             files["DATABASE_URL"] = state.database_url
             state.write(state.database_url, config.database_url)
-        state.write(state.join_token, "")
         if path := os.environ.get("TANDEM_SECRET_KEY_FILE"):
             files["TANDEM_SECRET_KEY"] = Path(path).resolve()
         elif config.secret_key:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from controlplane.fleet import config
+from controlplane.fleet import addresses, config
 from controlplane.fleet.config import VARIABLES, Config
 from controlplane.fleet.errors import InvalidInput
 
@@ -39,27 +41,93 @@ def test_values_are_typed() -> None:
         ("TANDEM_ROUTERS", "0"),
         ("TANDEM_KV_INDEX_BLOCKS", "999"),
         ("TANDEM_LOG_LEVEL", "loud"),
+        ("TANDEM_HOME", "~nobody-of-this-name/x"),
+        ("TANDEM_HOME", "/dev/null"),
+        ("TANDEM_HOME", "/dev/null/x"),
+        ("TANDEM_HOME", "x" * 300),
+        ("TANDEM_CACHE", "/dev/null"),
+        ("TANDEM_CACHE", "a\udcffb"),
+        ("TANDEM_BIND", "tandem.example.com"),
+        ("TANDEM_NODE_ADDRESS", "0.0.0.0"),
+        ("TANDEM_NODE_ADDRESS", "::1"),
+        ("TANDEM_NODE_NAME", "Node_1"),
+        ("TANDEM_PUBLIC_URL", "https://example.com/tandem"),
+        ("TANDEM_URL", "localhost:8000"),
+        ("TANDEM_ALLOWED_HOSTS", "https://example.com"),
+        ("TANDEM_ENGINE_PORTS", "9-5"),
+        ("TANDEM_ENGINE_CPUS", "-1"),
+        ("TANDEM_ENGINE_CPUS", "9" * 400),
+        ("TANDEM_API_KEY", "tdm-a b"),
+        ("TANDEM_KEY", "tdm-\u00e9"),
+        ("TANDEM_JOIN_TOKEN", "a\nb"),
+        ("HF_TOKEN", "hf_\x7f"),
+        ("REDIS_URL", "localhost:6379"),
+        ("DATABASE_URL", "mysql://h/db"),
     ],
 )
 def test_nonsense_is_refused_by_the_variables_name(name: str, value: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         config.load({name: value})
     assert caught.value.field == name
-    assert str(caught.value).startswith(name)
+    assert str(caught.value).startswith(f"{name}: ")
+    assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("variable", [v for v in VARIABLES if v.secret], ids=lambda v: v.name)
 def test_a_secret_may_be_a_file_and_the_variable_itself_wins(variable: config.Variable, tmp_path: Path) -> None:
     path = tmp_path / "secret"
-    path.write_text("from-file\n")
-    assert getattr(config.load({variable.name + "_FILE": str(path)}), variable.field) == "from-file"
-    both = {variable.name: "direct", variable.name + "_FILE": str(path)}
-    assert getattr(config.load(both), variable.field) == "direct"
+    in_file, direct = {
+        "REDIS_URL": ("redis://from-file/0", "redis://direct/0"),
+        "DATABASE_URL": ("postgres://from-file/db", "postgres://direct/db"),
+    }.get(variable.name, ("from-file", "direct"))
+    path.write_text(in_file + "\n")
+    assert getattr(config.load({variable.name + "_FILE": str(path)}), variable.field) == in_file
+    both = {variable.name: direct, variable.name + "_FILE": str(path)}
+    assert getattr(config.load(both), variable.field) == direct
 
 
-def test_a_secret_file_that_is_missing_names_variable_and_path(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"HF_TOKEN_FILE: .*nowhere"):
-        config.load({"HF_TOKEN_FILE": str(tmp_path / "nowhere")})
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "No such file or directory"),
+        ("folder", "Is a directory"),
+        (b"", "is empty"),
+        (b" \n", "is empty"),
+        (b"\xff\xfe", "no UTF-8 text"),
+        (b"hf_hush hush", "copy it again"),
+    ],
+)
+def test_a_secret_file_that_cannot_be_used_is_named(content: bytes | str | None, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "it"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content:
+        path.mkdir()
+    with pytest.raises(InvalidInput) as refused:
+        config.load({"HF_TOKEN_FILE": str(path)})
+    assert refused.value.message.startswith("HF_TOKEN")
+    assert says in refused.value.message
+    assert "hush" not in refused.value.message
+
+
+@given(
+    name=st.sampled_from([v.name for v in VARIABLES] + [v.name + "_FILE" for v in VARIABLES if v.secret]),
+    text=st.text(st.characters(exclude_characters="\0"), max_size=60),
+)
+def test_any_text_in_any_variable_is_a_value_or_one_sentence(name: str, text: str) -> None:
+    try:
+        read = config.load({name: text})
+    except InvalidInput as error:
+        refused = error
+    else:
+        read.home_path(), read.cache_path(), read.engine_port_range()
+        return
+    assert refused.message.startswith(name.removesuffix("_FILE"))
+    assert len(refused.message.splitlines()) == 1
+    refused.message.encode()
+    assert addresses.visible(refused.message)
+    secret = next(v.secret for v in VARIABLES if v.name == name.removesuffix("_FILE")) and not name.endswith("_FILE")
+    assert not (secret and len(text) > 8 and text in refused.message)
 
 
 def test_only_secrets_have_a_file_form(tmp_path: Path) -> None:

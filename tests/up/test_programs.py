@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from supervisor.options import ServerOptions
 
+from controlplane.fleet.addresses import reachable
 from controlplane.fleet.config import VARIABLES, Config
-from controlplane.up.programs import environment, programs, reachable, supervisord
+from controlplane.up.programs import environment, programs, supervisord
 from controlplane.up.redis_server import EmbeddedRedis
 from controlplane.up.state import StateFolder
 
