@@ -44,6 +44,10 @@ class ApiKey(models.Model):
     def limits(self) -> Limits:
         return Limits(self.requests_per_minute, self.tokens_per_minute, self.concurrency, self.priority)
 
+    def works(self) -> bool:
+        """It opens its door now: neither revoked nor expired."""
+        return self.revoked_at is None and (self.expires_at is None or self.expires_at > timezone.now())
+
     def old_secret_works_until(self) -> datetime | None:
         """The last moment of a secret from before a rotation; None: only the newest one works."""
         if self.revoked_at is not None:

@@ -10,6 +10,7 @@ from django.views.decorators.http import require_POST
 
 from controlplane.access.actors import actor_of
 from controlplane.dashboards import form
+from controlplane.dashboards.asking import ask, mistyped
 from controlplane.dashboards.deployments import Changes, overview, settings_page
 from controlplane.dashboards.page import is_htmx, page, signed_in
 from controlplane.deployments import queries, services
@@ -20,13 +21,20 @@ from controlplane.fleet.model import Role
 @signed_in
 @require_POST
 def scale(request: HttpRequest, name: str) -> HttpResponse:
-    """Set one pool's replicas; answers the picture as it is now."""
+    """Set one pool's replicas from the number that the reader saw; answers the picture as it is now. What would stop service
+    is asked first."""
+    actor, sent = actor_of(request), request.POST
     try:
-        replicas = int(request.POST.get("replicas", ""))
-        role = Role(request.POST.get("role", ""))
+        replicas, role = int(sent.get("replicas", "")), Role(sent.get("role", ""))
+        seen = int(sent["seen"]) if sent.get("seen") else None
     except ValueError:
         raise InvalidInput("replicas: give a pool and a whole number", field="replicas") from None
-    services.scale(actor=actor_of(request), name=name, role=role, replicas=replicas)
+    if "confirmed" not in sent:
+        changes = {"pools": {role.value: {"replicas": replicas}}}
+        if stops := services.preview(actor=actor, name=name, changes=changes).stops:
+            verb = f"Scale {role} to {replicas}"
+            return ask(request, title=f"{verb}?", sentence=stops, button=verb, target="#deployment", swap="innerMorph")
+    services.scale(actor=actor, name=name, role=role, replicas=replicas, seen=seen)
     if is_htmx(request):
         return overview(request, queries.deployment_row(name), only_live=True)
     return redirect("deployment", name)
@@ -61,9 +69,13 @@ def change_document(request: HttpRequest, name: str) -> HttpResponse:
             )
         if not generation.isdigit():
             raise InvalidInput("generation: reload the page", field="generation")
-        applied = services.apply(
-            actor=actor, document={"name": name, **document}, generation=int(generation), dry_run=preview
-        )
+        wanted = {"name": name, **document}
+        asks = not preview and "confirmed" not in request.POST
+        applied = services.apply(actor=actor, document=wanted, generation=int(generation), dry_run=preview or asks)
+        if asks and applied.stops:
+            return ask(request, title="Apply this?", sentence=applied.stops, button="Apply", target="#changes")
+        if asks:
+            services.apply(actor=actor, document=wanted, generation=int(generation))
     except (InvalidInput, Conflict) as error:
         changes = Changes(None, error.message)
     else:
@@ -97,8 +109,9 @@ def routing(request: HttpRequest, name: str) -> HttpResponse:
 @require_POST
 def delete(request: HttpRequest, name: str) -> HttpResponse:
     """Delete after the name was typed: engines drain first, then the row goes."""
-    if request.POST.get("name", "") != name:
-        raise InvalidInput(f"name: type {name} to delete it", field="name")
+    if request.POST.get("name", "").strip() != name:
+        row = queries.deployment_row(name)
+        return settings_page(request, row, form.yaml_of(row.deployment.intent), confirm_error=mistyped(name, "delete"))
     services.delete(actor=actor_of(request), name=name)
     messages.success(request, f"{name} is being deleted: its engines finish their requests first.", extra_tags="link")
     return redirect("deployments")

@@ -12,7 +12,7 @@ from django.views.decorators.http import require_GET
 
 from controlplane.dashboards import form, lanes, looks
 from controlplane.dashboards.page import page, signed_in
-from controlplane.deployments import queries
+from controlplane.deployments import effects, queries
 from controlplane.deployments.models import Revision
 from controlplane.deployments.queries import DeploymentRow
 from controlplane.deployments.services import Applied
@@ -113,18 +113,26 @@ def settings_page(
     text: str,
     changes: Changes | None = None,
     refused: tuple[Mapping[str, str], InvalidInput] | None = None,
+    confirm_error: str = "",
 ) -> HttpResponse:
-    """`text`: the document as it stands in its field. `refused`: the routing policy as it was sent, and what is wrong in it."""
+    """`text`: the document as it stands in its field. `refused`: the routing policy as it was sent, and what is wrong in it.
+    `confirm_error`: what is wrong with the name that was typed to delete it."""
     values = {key.removeprefix("routing."): value for key, value in form.values_of(row.deployment.intent).items()}
     errors = {}
     if refused is not None:
         sent, error = refused
         values |= {key: sent[key] for key in sent}
         errors = {(error.field or "").removeprefix("routing."): error.message.removeprefix("routing.")}
-    live, status = "deployments/head_live.html", 400 if errors else 200
-    return tab_page(
-        request, row, "settings", live, status=status, yaml=text, changes=changes, values=values, errors=errors
-    )
+    live, status = "deployments/head_live.html", 400 if errors or confirm_error else 200
+    context: dict[str, Any] = {
+        "yaml": text,
+        "changes": changes,
+        "values": values,
+        "errors": errors,
+        "confirm_error": confirm_error,
+    }
+    context["stops"] = effects.of_deletion(row.deployment, row.spec)
+    return tab_page(request, row, "settings", live, status=status, **context)
 
 
 @signed_in

@@ -18,8 +18,10 @@ from controlplane.access.expiry import parse_overlap
 from controlplane.access.limits import UNLIMITED, Limits, changed, parse_limit
 from controlplane.access.models import ApiKey
 from controlplane.access.roles import Role
+from controlplane.dashboards.asking import ask, mistyped
 from controlplane.dashboards.looks import Look
 from controlplane.dashboards.page import is_htmx, page, signed_in
+from controlplane.deployments import effects
 from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.wire import Scope
 
@@ -88,7 +90,11 @@ def key(request: HttpRequest, key: str) -> HttpResponse:
 
 
 def _detail(
-    request: HttpRequest, row: ApiKey, values: Mapping[str, str] | None = None, refused: InvalidInput | None = None
+    request: HttpRequest,
+    row: ApiKey,
+    values: Mapping[str, str] | None = None,
+    refused: InvalidInput | None = None,
+    confirm_error: str = "",
 ) -> HttpResponse:
     if values is None:
         values = {field: "" if value is None else str(value) for field, value in row.limits._asdict().items()}
@@ -100,8 +106,10 @@ def _detail(
         "sentence": _sentence(line),
         "values": values,
         "errors": {str(refused.field): _told(refused)} if refused else {},
+        "stops": effects.of_revocation(row),
+        "confirm_error": confirm_error,
     }
-    return page(request, "keys/detail.html", context, status=400 if refused else 200)
+    return page(request, "keys/detail.html", context, status=400 if refused or confirm_error else 200)
 
 
 def _sentence(line: Line) -> str:
@@ -187,6 +195,12 @@ def limit(request: HttpRequest, key: str) -> HttpResponse:
 def rotate(request: HttpRequest, key: str) -> HttpResponse:
     """A new secret for the key; its text stands in this answer and nowhere else."""
     overlap = parse_overlap(request.POST.get("overlap", "24h"))
+    if not overlap and "confirmed" not in request.POST:
+        name = services.get_key(key).name
+        said = f"The old secret of {name} ends at once: its clients are refused until they have the new one."
+        return ask(
+            request, title="End the old secret now?", sentence=said, button="Make a new secret", target="#rotated"
+        )
     row, text = services.rotate_key(actor=actor_of(request), key_id=key, overlap_seconds=overlap)
     old_until = services.get_key(row.id).old_secret_works_until() if overlap else None
     return _shown(request, "New secret", row, text, {"rotated": True, "old_until": old_until})
@@ -195,7 +209,10 @@ def rotate(request: HttpRequest, key: str) -> HttpResponse:
 @signed_in
 @require_POST
 def revoke(request: HttpRequest, key: str) -> HttpResponse:
-    """End a key for ever."""
+    """End a key for ever, after its name was typed."""
+    row = services.get_key(key)
+    if request.POST.get("name", "").strip() != row.name:
+        return _detail(request, row, confirm_error=mistyped(row.name, "revoke"))
     revoked = services.revoke_key(actor=actor_of(request), key_id=key)
     messages.success(
         request, f"The key {revoked.name} is revoked; routers refuse it within seconds.", extra_tags="link"

@@ -11,8 +11,10 @@ from django.views.decorators.http import require_GET, require_POST
 
 from controlplane.access.actors import actor_of
 from controlplane.dashboards import cards, looks
+from controlplane.dashboards.asking import mistyped
 from controlplane.dashboards.looks import Look
 from controlplane.dashboards.page import is_htmx, page, signed_in
+from controlplane.deployments import effects
 from controlplane.deployments import queries as deployments
 from controlplane.deployments.queries import EngineRow
 from controlplane.fleet.errors import InvalidInput
@@ -77,6 +79,10 @@ def _share(free: int, whole: int) -> Share:
 @require_GET
 def node(request: HttpRequest, name: str) -> HttpResponse:
     """One machine: what it is, what runs on it, and its GPUs with the processes that are not ours."""
+    return _detail(request, name)
+
+
+def _detail(request: HttpRequest, name: str, confirm_error: str = "") -> HttpResponse:
     row = queries.node_row(name)
     facts = row.facts
     placed = [
@@ -96,8 +102,11 @@ def node(request: HttpRequest, name: str) -> HttpResponse:
         "memory": _share(facts.memory_free_bytes, facts.memory_bytes) if facts else None,
         "gpus": [(g, _share(g.memory_free_bytes, g.memory_bytes)) for g in facts.gpus] if facts else [],
         "placed": placed,
+        "stops": effects.of_node_removal(name),
+        "confirm_error": confirm_error,
     }
-    return page(request, "nodes/detail.html", context, live="nodes/detail_live.html")
+    status = 400 if confirm_error else 200
+    return page(request, "nodes/detail.html", context, live="nodes/detail_live.html", status=status)
 
 
 @signed_in
@@ -113,8 +122,8 @@ def cordon(request: HttpRequest, name: str) -> HttpResponse:
 @require_POST
 def remove(request: HttpRequest, name: str) -> HttpResponse:
     """Forget the node and take its access away, after its name was typed."""
-    if request.POST.get("name", "") != name:
-        raise InvalidInput(f"name: type {name} to remove it", field="name")
+    if request.POST.get("name", "").strip() != name:
+        return _detail(request, name, mistyped(name, "remove"))
     services.remove(actor=actor_of(request), name=name)
     messages.success(request, f"{name} is removed; its access is taken away.", extra_tags="link")
     return redirect("nodes")

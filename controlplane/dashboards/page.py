@@ -76,7 +76,7 @@ def failure(request: HttpRequest, error: TandemError) -> HttpResponse:
     """An expected error: a note where htmx asked for a fragment, a page otherwise."""
     if is_htmx(request):
         response = render(request, "parts/note.html", {"message": error.message, "tone": "bad"}, status=error.status)
-        response.headers["HX-Retarget"] = "#messages"
+        response.headers["HX-Retarget"] = "#notices"
         response.headers["HX-Reswap"] = "innerHTML"
         return response
     template = "404.html" if isinstance(error, NotFound) else "error.html"

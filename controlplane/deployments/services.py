@@ -16,7 +16,7 @@ from controlplane import publish
 from controlplane.access import audit
 from controlplane.access.roles import Actor
 from controlplane.access.roles import Role as Access
-from controlplane.deployments import tasks
+from controlplane.deployments import effects, tasks
 from controlplane.deployments.models import Deployment, Engine, Event, Revision
 from controlplane.deployments.rows import spec_of
 from controlplane.fleet import spec
@@ -41,6 +41,8 @@ class Applied(NamedTuple):
     """Running engines are drained and replaced: the change cannot reach them."""
     deployment: Deployment | None
     """None after a dry run of a creation."""
+    stops: str = ""
+    """What stops answering by it, in one sentence; empty: nothing."""
 
 
 @transaction.atomic
@@ -77,9 +79,21 @@ def apply(
     new_engines = wanted.engine_part() != old.engine_part()
     if changes and wanted.served_name != old.served_name:
         _check_served_name(wanted)
+    stops = effects.of_change(old, wanted, serving=effects.is_serving(row))
     if changes and not dry_run:
         _change(actor, row, wanted, changes, action="deployment.apply")
-    return Applied(False, changes, new_engines, row)
+    return Applied(False, changes, new_engines, row, stops)
+
+
+@transaction.atomic
+def preview(*, actor: Actor, name: str, changes: Mapping[str, Any], generation: int | None = None) -> Applied:
+    """What `patch` would do with these changes, and what would stop by it. Changes nothing. Raises as `patch` does."""
+    actor.require(Access.OPERATOR)
+    row = _existing(name, generation)
+    old, wanted = spec_of(row.intent), _patched(row, changes)
+    found = _changes(spec.document(old), spec.document(wanted))
+    stops = effects.of_change(old, wanted, serving=effects.is_serving(row))
+    return Applied(False, found, wanted.engine_part() != old.engine_part(), row, stops)
 
 
 @transaction.atomic
@@ -90,21 +104,28 @@ def patch(*, actor: Actor, name: str, changes: Mapping[str, Any], generation: in
     """
     actor.require(Access.OPERATOR)
     row = _existing(name, generation)
-    if changes.get("name", name) != name:
-        raise InvalidInput("name: a deployment keeps its name; create another and delete this one", field="name")
-    old = spec_of(row.intent)
-    wanted = spec.parse(_merged(row.intent, changes))
-    if wanted.served_name != old.served_name:
-        _check_served_name(wanted)
-    found = _changes(spec.document(old), spec.document(wanted))
+    wanted = _patched(row, changes)
+    found = _changes(spec.document(spec_of(row.intent)), spec.document(wanted))
     if found:
         _change(actor, row, wanted, found, action="deployment.patch")
     return row
 
 
+def _patched(row: Deployment, changes: Mapping[str, Any]) -> DeploymentSpec:
+    if changes.get("name", row.name) != row.name:
+        raise InvalidInput("name: a deployment keeps its name; create another and delete this one", field="name")
+    wanted = spec.parse(_merged(row.intent, changes))
+    if wanted.served_name != row.served_name:
+        _check_served_name(wanted)
+    return wanted
+
+
 @transaction.atomic
-def scale(*, actor: Actor, name: str, role: Role, replicas: int, generation: int | None = None) -> Deployment:
-    """Set one pool's replicas; 0 stops it.
+def scale(
+    *, actor: Actor, name: str, role: Role, replicas: int, generation: int | None = None, seen: int | None = None
+) -> Deployment:
+    """Set one pool's replicas; 0 stops it. `seen`: the number that the change was made from. Where the pool has another one
+    now, nothing is changed (unless it has the wanted one already).
 
     Raises `Forbidden` (needs operator), `NotFound`, `InvalidInput` (no such pool, bad count) or `Conflict`.
     """
@@ -112,6 +133,12 @@ def scale(*, actor: Actor, name: str, role: Role, replicas: int, generation: int
     row = _existing(name, generation)
     old = spec_of(row.intent)
     wanted = old.with_replicas(role, replicas)
+    if seen is not None and old.pools[role].replicas not in (seen, replicas):
+        raise Conflict(
+            f"{role} has {old.pools[role].replicas} replicas now, not {seen}: somebody changed it meanwhile",
+            field="replicas",
+            generation=row.generation,
+        )
     changes = _changes(spec.document(old), spec.document(wanted))
     if changes:
         _change(actor, row, wanted, changes, action="deployment.scale")
@@ -135,6 +162,16 @@ def retry(*, actor: Actor, name: str, engine: str) -> None:
     if row.retry_asked != row.attempt:
         audit.record(actor=actor, action="engine.retry", target=row.pk, attempt=row.attempt)
         _told(actor, deployment, "retry-asked", f"{name}: {row.name} is tried again now.", engine=row.pk)
+
+
+@transaction.atomic
+def deletion(*, actor: Actor, name: str) -> str:
+    """What `delete` would stop, in words. Raises as `delete` does."""
+    actor.require(Access.OPERATOR)
+    row = _locked(name)
+    if row is None:
+        raise NotFound(f"there is no deployment {name}")
+    return effects.of_deletion(row, spec_of(row.intent))
 
 
 @transaction.atomic

@@ -5,3 +5,6 @@ import "./live.js";
 import "./links.js";
 import "./logs.js";
 import "./forms.js";
+import "./steppers.js";
+import "./anchor.js";
+import "./dialog.js";

@@ -25,9 +25,15 @@ document.addEventListener("click", async (event) => {
   }
 });
 
+function confirmed(input) {
+  const button = input.form.querySelector("button.danger");
+  button.disabled = input.value.trim() !== input.dataset.confirms;
+  if (!input.disabled) button.title = button.disabled ? "Type the name first" : "";
+}
+
+document.querySelectorAll("[data-confirms]").forEach(confirmed);
 document.addEventListener("input", (event) => {
-  const name = event.target.dataset?.confirms;
-  if (name !== undefined) event.target.form.querySelector("button").disabled = event.target.value !== name;
+  if (event.target.dataset?.confirms !== undefined) confirmed(event.target);
 });
 
 document.addEventListener("change", (event) => {

@@ -97,3 +97,6 @@ document.addEventListener("htmx:error", (event) => {
   if (event.detail.ctx) toast("The control plane does not answer. What you see may be old.");
 });
 document.addEventListener("htmx:after:swap", () => toast(""));
+document.addEventListener("htmx:config:request", ({ detail }) => {  // what somebody does next answers the last notice
+  if (detail.ctx.sourceEvent?.type !== "refresh") document.getElementById("notices")?.replaceChildren();
+});

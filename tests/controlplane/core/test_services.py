@@ -95,7 +95,7 @@ def test_a_dry_run_tells_and_changes_nothing() -> None:
     history = Event.objects.count(), AuditEntry.objects.count()
     wanted = document(pools={"prefill": {"replicas": 1}, "decode": {"replicas": 4}})
     told = services.apply(actor=OPERATOR, document=wanted, dry_run=True)
-    assert told == (False, [Change("pools.decode.replicas", 1, 4)], False, Deployment.objects.get())
+    assert told == (False, [Change("pools.decode.replicas", 1, 4)], False, Deployment.objects.get(), "")
     assert intent()["pools"]["decode"]["replicas"] == 1
     assert (Event.objects.count(), AuditEntry.objects.count()) == history
 

@@ -47,7 +47,7 @@ CHANGES: dict[str, tuple[str, dict[str, str]]] = {
     "keys-create": ("admin", {"name": "ci", "scope": "inference"}),
     "key-limit": ("admin", {"requests_per_minute": "60"}),
     "key-rotate": ("admin", {"overlap": "24h"}),
-    "key-revoke": ("admin", {}),
+    "key-revoke": ("admin", {"name": "demo"}),
 }
 """Least role, and a form that works."""
 
@@ -225,7 +225,7 @@ def test_a_stale_form_says_to_reload() -> None:
     client = Client(enforce_csrf_checks=True)
     client.force_login(User.objects.create_superuser("root"))
     part = client.post("/keys/create/", {"name": "ci"}, headers={"HX-Request": "true"})
-    assert (part.status_code, part.headers["HX-Retarget"]) == (403, "#messages")
+    assert (part.status_code, part.headers["HX-Retarget"]) == (403, "#notices")
     assert "Reload it and try again" in part.content.decode()
     assert "Reload it" in Client(enforce_csrf_checks=True).post("/login/", {}).content.decode()
 

@@ -90,7 +90,9 @@ def test_a_rotation_shows_the_new_secret_and_how_long_the_old_one_works(admin: C
     assert services.authenticate_key(old) == key
     assert "two secrets work" in text_of(admin.get("/keys/"))
     assert "Old secret works until" in text_of(admin.get(f"/keys/{key.id}/"))
-    page = text_of(admin.post(f"/keys/{key.id}/rotate/", {"overlap": "0"}))  # without scripts: a page of its own
+    page = text_of(
+        admin.post(f"/keys/{key.id}/rotate/", {"overlap": "0", "confirmed": "1"})
+    )  # without scripts: a page of its own
     assert "The old one works no more" in page
     refused = admin.post(f"/keys/{key.id}/rotate/", {"overlap": "soon"}, headers=HTMX)
     assert (refused.status_code, "overlap" in text_of(refused)) == (400, True)
@@ -102,7 +104,7 @@ def test_a_key_that_ended_offers_nothing(admin: Client) -> None:
     page = text_of(admin.get(f"/keys/{key.id}/"))
     assert "Revoked at" in page
     assert "Save limits" not in page
-    assert admin.post(f"/keys/{key.id}/rotate/", {"overlap": "0"}).status_code == 409
+    assert admin.post(f"/keys/{key.id}/rotate/", {"overlap": "24h"}).status_code == 409
     assert admin.get("/keys/none/").status_code == 404
 
 

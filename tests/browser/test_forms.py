@@ -1,0 +1,119 @@
+"""What people do on the pages: fast, twice, at the same time as others, and after their session has ended."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.browser.conftest import sign_in
+from tests.browser.web import Web
+
+DEPLOYMENT = "/deployments/smollm2/"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pair(web: Web) -> None:
+    """One ready pair, smollm2."""
+    web.django("seed.one_ready_pair()")
+
+
+def intent(web: Web, name: str = "smollm2") -> dict[str, Any]:
+    code = f"import json\nfrom controlplane.deployments.models import Deployment\nprint(json.dumps(Deployment.objects.get(name={name!r}).intent))"
+    found: dict[str, Any] = json.loads(web.django(code))
+    return found
+
+
+def scaled(web: Web, decode: int) -> None:
+    web.django(
+        "from controlplane.access.roles import SYSTEM\nfrom controlplane.deployments import services\n"
+        f"services.scale(actor=SYSTEM, name='smollm2', role=services.Role.DECODE, replicas={decode})"
+    )
+
+
+def test_scaling_the_last_engines_away_asks_first_and_says_what_stops(page: Page, web: Web) -> None:
+    scaled(web, 1)
+    sign_in(page, "operator")
+    page.goto(DEPLOYMENT)
+    less = page.get_by_label("One decode engine less")
+    less.press("Enter")
+    dialog = page.get_by_role("dialog", name="Scale decode to 0?")
+    expect(dialog).to_contain_text("Nobody will answer requests for smollm2 until decode is scaled up again.")
+    expect(dialog.get_by_role("button", name="Cancel")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
+    expect(page.locator("[data-wanted=decode]")).to_have_text("1")
+    assert intent(web)["pools"]["decode"]["replicas"] == 1
+    less.press("Enter")
+    dialog.get_by_role("button", name="Scale decode to 0").click(delay=400)
+    expect(page.locator("[data-wanted=decode]")).to_have_text("0")
+    expect(dialog).to_be_hidden()
+    assert intent(web)["pools"]["decode"]["replicas"] == 0
+
+
+def test_fast_presses_add_up_and_the_button_stays_under_the_pointer(page: Page, web: Web) -> None:
+    scaled(web, 1)
+    sign_in(page, "operator")
+    page.goto(DEPLOYMENT)
+    more = page.get_by_label("One decode engine more")
+    box = more.bounding_box()
+    assert box is not None
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    page.mouse.move(x, y)
+    with page.expect_response(lambda r: "/scale/" in r.url and "replicas=4" in (r.request.post_data or "")):
+        for _ in range(3):
+            page.mouse.down()
+            page.mouse.up()
+    expect(page.locator("[data-wanted=decode]")).to_have_text("4")
+    assert intent(web)["pools"]["decode"]["replicas"] == 4
+    # the sentence above wraps now, and a notice comes: the button is still where it was
+    web.django(
+        "from controlplane import publish\nfrom controlplane.deployments.models import Engine\n"
+        "Engine.objects.filter(role='prefill').update(state='failed', reason='It ended with exit code 1 and said why at length. ' * 12)\n"
+        "publish.current().push_live('deployment:smollm2')"
+    )
+    expect(page.locator(".lede.status")).to_contain_text("said why at length")
+    moved = more.bounding_box()
+    assert moved is not None
+    assert abs(moved["y"] - box["y"]) < 1
+    web.django(
+        "from controlplane.deployments.models import Engine\nEngine.objects.filter(role='prefill').update(state='ready', reason='')"
+    )
+
+
+def test_two_enters_send_one_meaning_each(page: Page, web: Web) -> None:
+    scaled(web, 4)
+    sign_in(page, "operator")
+    page.goto(DEPLOYMENT)
+    sent: list[str] = []
+    page.on("request", lambda request: sent.append(request.post_data or "") if "/scale/" in request.url else None)
+    less = page.get_by_label("One decode engine less")
+    less.focus()
+    page.keyboard.press("Enter")
+    page.keyboard.press("Enter")
+    expect(page.locator("[data-wanted=decode]")).to_have_text("2")
+    expect(less).to_be_focused()
+    expect(page.locator("#lane-decode + span")).to_contain_text("of 2 ready")
+    assert [re.findall(r"(?:seen|replicas)=\d", data) for data in sent] == [
+        ["seen=4", "replicas=3"],
+        ["seen=3", "replicas=2"],
+    ]
+
+
+def test_a_press_from_a_number_that_is_gone_changes_nothing(page: Page, web: Web) -> None:
+    scaled(web, 3)
+    sign_in(page, "operator")
+    page.goto(DEPLOYMENT)
+    expect(page.locator("#live-state[data-state=live]")).to_be_visible()
+    page.route(
+        "**/*part=live*", lambda route: route.fulfill(status=204)
+    )  # this page has not heard of the other's change yet
+    scaled(web, 9)
+    page.get_by_label("One decode engine less").click()
+    expect(page.locator("#notices")).to_contain_text("decode has 9 replicas now, not 3")
+    page.unroute("**/*part=live*")
+    expect(page.locator("[data-wanted=decode]")).to_have_text("9")
+    assert intent(web)["pools"]["decode"]["replicas"] == 9
