@@ -30,9 +30,11 @@ from frontend_api.limits.use import Hold
 from frontend_api.observe import explain
 from frontend_api.observe.account import Account
 from frontend_api.observe.decisions import Kept
+from frontend_api.routing.outcomes import DOUBT_SECONDS
 from frontend_api.routing.view import Deployment
 from frontend_api.routing.waiting import Place
 from frontend_api.tokens import lanes
+from frontend_api.verdicts import Verdict
 
 if TYPE_CHECKING:
     from frontend_api.gate import Router
@@ -76,6 +78,7 @@ class Exchange:
         self._standing: Standing | None = None
         self._prompt: Prompt | None = None
         self._flow: flow.Flow | None = None
+        self._serving: flow.Serving | None = None
         self._tokens: array[int] | None = None
         """Kept while it may have to wait: what the engines have of them changes."""
         self._tokenizer = ""
@@ -158,8 +161,17 @@ class Exchange:
             queued = router.waiting.before(deployment, alone=alone is not None, priority=self._priority)
         if router.loads.shared:
             router.loads.refresh(monotonic())
-        serving = flow.Serving(
-            deployment, alone, self._trace, monotonic, self._prompt, self._session(), router.loads, queued
+        self._trace.usage = self.account.usage
+        serving = self._serving = flow.Serving(
+            deployment,
+            alone,
+            self._trace,
+            monotonic,
+            self._prompt,
+            self._session(),
+            router.loads,
+            queued,
+            router.outcomes,
         )
         self._flow = serving.steps()
         self.advance(None)
@@ -210,9 +222,9 @@ class Exchange:
         body = self.request.body
         if isinstance(step, steps.Prefill):
             receiver: PrefillLeg | AnswerLeg = PrefillLeg(self)
-            body = openai.prefill_body(self.endpoint, body)
+            body = openai.prefill_body(self.endpoint, body, keep=step.keep)
         else:
-            receiver = AnswerLeg(self, step.engine)
+            receiver = AnswerLeg(self, step.engine, fetches=step.params is not None)
             body = openai.answer_body(body, self._ask.metering, step.params)
         method = self.endpoint.method
         self.leg = pool.start(receiver, self._target, self._headers, body, method=method, fresh=step.fresh)
@@ -317,6 +329,10 @@ class Exchange:
         limit = routing.gap_seconds if self.account.streamed else routing.silence_seconds
         if now - leg.last_byte_at > limit:
             leg.give_up(Broken.SILENT)
+        elif now - leg.last_byte_at > DOUBT_SECONDS and self._serving is not None:
+            hung = self._serving.silent(leg.last_byte_at, now)
+            if hung and not self.account.streamed:
+                leg.give_up(Broken.SILENT)
 
     # ---- the answer
 
@@ -329,6 +345,7 @@ class Exchange:
         return b"".join(lines)
 
     def _explanation(self) -> bytes:
+        self._trace.look_at_counts()
         account, mode = self.account, self._deployment.routing.mode
         return explain.headers(self._trace, mode, self._cache, self._prompt, account.overhead_us, account.stages())
 
@@ -338,7 +355,7 @@ class Exchange:
         if self._slow and self.leg is not None:
             self.leg.pause()
 
-    def _finish(self, verdict: flow.Verdict) -> None:
+    def _finish(self, verdict: Verdict) -> None:
         connection = self.connection
         if verdict is None:
             self._end(200, self.account.result(self.endpoint))

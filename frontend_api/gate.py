@@ -6,6 +6,7 @@ its connection and goes to no engine. Unknown models and models that the key may
 
 from __future__ import annotations
 
+import logging
 import re
 from codecs import BOM_UTF8
 from hashlib import sha256
@@ -30,8 +31,11 @@ from frontend_api.limits.reserve import KeyLimits
 from frontend_api.observe.decisions import Decisions, Telling
 from frontend_api.observe.telemetry import Telemetry
 from frontend_api.routing.loads import Loads
+from frontend_api.routing.outcomes import Outcomes
 from frontend_api.routing.view import Deployment, View
 from frontend_api.routing.waiting import Waiting
+
+log = logging.getLogger(__name__)
 
 _JSON = b"content-type: application/json\r\n"
 _TEXT = b"content-type: text/plain; version=0.0.4; charset=utf-8\r\n"
@@ -65,7 +69,8 @@ class Router:
         self.evidence = evidence or Evidence(view)
         self.loads = loads or Loads()
         self.waiting = Waiting(view, self.loads)
-        view.followers += [self.loads, self.waiting]
+        self.outcomes = Outcomes()
+        view.followers += [self.outcomes, self.loads, self.waiting]
         self.decisions = decisions or Decisions()
         self.limits = limits or KeyLimits()
         self.origins = origins or Origins()
@@ -160,6 +165,9 @@ class Router:
     def sweep(self, now: float) -> None:
         """Once a second: what is known of engines ages, and their time limits. `now`: monotonic."""
         self.view.settle(now)
+        self.outcomes.look(self.view, now)
+        for sentence in self.outcomes.news():
+            log.warning("%s", sentence)
         for exchange in list(self.exchanges):
             exchange.check(now)
         for engine in self.view.engines():

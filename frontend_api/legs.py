@@ -74,11 +74,13 @@ class PrefillLeg:
 class AnswerLeg:
     """Relays the answering engine's reply: a stream as it comes, anything else once it is whole."""
 
-    __slots__ = ("_engine", "_exchange", "_headers", "_parts", "_size", "_status")
+    __slots__ = ("_engine", "_exchange", "_fetches", "_headers", "_parts", "_size", "_status")
 
-    def __init__(self, exchange: Exchange, engine: Engine) -> None:
+    def __init__(self, exchange: Exchange, engine: Engine, *, fetches: bool = False) -> None:
         self._exchange = exchange
         self._engine = engine
+        self._fetches = fetches
+        """It has KV to fetch. Until it has, the answer may still come another way: what only announces it waits."""
         self._status = 0
         self._headers: list[tuple[bytes, bytes]] = []
         self._parts: list[bytes] = []
@@ -138,9 +140,15 @@ class AnswerLeg:
                 problem = Problem(502, "empty_answer", "The engine ended its answer without a single token.")
                 exchange.advance(steps.Replied(502, openai.error_body(problem)))
                 return
+            early = exchange.endpoint.shape is Shape.RESPONSES and not reader.texts
+            if early and self._fetches and not over:
+                self._parts.append(events)
+                return
+            if self._parts:
+                events = b"".join([*self._parts, events])
+                self._parts.clear()
             exchange.connection.begin(200, exchange.answer_headers(self._headers) + _STREAM_HEADERS)
             exchange.account.streamed = True
-            early = exchange.endpoint.shape is Shape.RESPONSES and not reader.texts
             exchange.advance(steps.Began(token=not early))
         if reader.texts:
             account.relaying()

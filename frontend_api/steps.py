@@ -15,12 +15,14 @@ from frontend_api.routing.view import Deployment, Engine
 class Prefill:
     """Have the prompt computed and its KV kept; the outcome is `Prefilled`, `Replied` or `Lost`."""
 
-    __slots__ = ("engine", "fresh")
+    __slots__ = ("engine", "fresh", "keep")
 
-    def __init__(self, engine: Engine, fresh: bool) -> None:
+    def __init__(self, engine: Engine, fresh: bool, keep: bool = True) -> None:
         self.engine = engine
         self.fresh = fresh
         """On a new connection only."""
+        self.keep = keep
+        """False: no KV is wanted, only whether the engine takes such a request."""
 
 
 class Decode:

@@ -374,6 +374,9 @@ class RequestRecord(Struct, frozen=True, omit_defaults=True):
     fallback: bool = False
     """It should have been disaggregated and was not."""
     fallback_cause: str = ""
+    tried: tuple[str, ...] = ()
+    """Legs that gave nothing before the request was served another way, or not at all: `prefill-status-404 <engine>`,
+    `transfer-silent <prefill engine> <decode engine>`."""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None

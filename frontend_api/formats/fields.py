@@ -48,6 +48,12 @@ class PrefillReply(Struct):
     kv_transfer_params: Raw = Raw(b"null")
 
 
+class KvSource(Struct):
+    remote_host: Any = None
+    remote_port: Any = None
+    remote_prefill_cached_tokens: Any = None
+
+
 class Reply(Struct):
     usage: Any = None
     kv_transfer_params: Any = None

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET, Raw
 
 from controlplane.fleet.errors import InvalidInput
-from frontend_api.formats.fields import ABSENT, ErrorReply, Metadata, PrefillReply, Reply, RequestFields
+from frontend_api.formats.fields import ABSENT, ErrorReply, KvSource, Metadata, PrefillReply, Reply, RequestFields
 from frontend_api.routing.reason import Reason
 
 OWNED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "data_parallel_rank")
@@ -80,6 +80,7 @@ UNREADABLE = (msgspec.MsgspecError, RecursionError)
 _fields = msgspec.json.Decoder(RequestFields)
 _metadata = msgspec.json.Decoder(Metadata)
 _prefill_reply = msgspec.json.Decoder(PrefillReply)
+_source = msgspec.json.Decoder(KvSource)
 _reply = msgspec.json.Decoder(Reply)
 _error_reply = msgspec.json.Decoder(ErrorReply)
 _object = msgspec.json.Decoder(dict[str, Raw])
@@ -280,8 +281,8 @@ _TRUE = Raw(b"true")
 _FALSE = Raw(b"false")
 
 
-def prefill_body(endpoint: Endpoint, body: bytes) -> bytes:
-    """The client's body as the prefill engine gets it: one token, not streamed, KV kept for a remote reader.
+def prefill_body(endpoint: Endpoint, body: bytes, *, keep: bool = True) -> bytes:
+    """The client's body as the prefill engine gets it: one token, not streamed, KV kept for a remote reader if `keep`.
 
     Raises `InvalidInput` for a body that is nested too deep.
     """
@@ -298,7 +299,8 @@ def prefill_body(endpoint: Endpoint, body: bytes) -> bytes:
         fields["max_tokens"] = _ONE
         if "max_completion_tokens" in fields:
             fields["max_completion_tokens"] = _ONE
-    fields["kv_transfer_params"] = _ASK_PREFILL
+    if keep:
+        fields["kv_transfer_params"] = _ASK_PREFILL
     return _encode(fields)
 
 
@@ -316,6 +318,27 @@ def read_params(reply: bytes) -> bytes | None:
         return params if params[:1] == b"{" and _object.decode(params) else None
     except UNREADABLE:
         return None
+
+
+def side_channel(params: bytes) -> str:
+    """host:port where the KV of such params is asked for; empty: they do not say it."""
+    try:
+        found = _source.decode(params)
+    except UNREADABLE:
+        return ""
+    host, port = found.remote_host, found.remote_port
+    if not isinstance(host, str) or type(port) is not int or len(host) > 255 or not host.isascii():
+        return ""
+    return f"{host}:{port}" if host.isprintable() and " " not in host else ""
+
+
+def cached_at_prefill(params: bytes) -> int | None:
+    """How much of the prompt the prefill engine had in its cache, as the params say; None: they do not."""
+    try:
+        cached = _source.decode(params).remote_prefill_cached_tokens
+    except UNREADABLE:
+        return None
+    return cached if type(cached) is int else None
 
 
 _COUNTABLE = 1 << 40

@@ -151,6 +151,7 @@ class Account:
             reason=trace.reason,
             fallback=trace.fallback,
             fallback_cause=trace.cause if trace.fallback else "",
+            tried=tuple(map(str, trace.tried)) if trace.tried else (),
             prompt_tokens=usage.prompt,
             cached_tokens=usage.cached,
             output_tokens=usage.output,

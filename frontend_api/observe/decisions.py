@@ -81,6 +81,10 @@ class Decision(Struct):
     reason: str
     fallback: bool
     fallback_cause: str
+    tried: list[str]
+    """Legs that gave nothing, one sentence each."""
+    left_out: list[str]
+    """Why engines and pairs were no candidates, as requests and probes had shown by then: one sentence each."""
     state: str | None
     """How exact cache-aware routing was when it was chosen; None: it is not asked for."""
     state_because: dict[str, str]
@@ -294,6 +298,8 @@ def _decision(kept: Kept, process: int) -> Decision:
         reason=record.reason,
         fallback=record.fallback,
         fallback_cause=record.fallback_cause,
+        tried=[failure.sentence(private=True) for failure in trace.tried],
+        left_out=[failure.sentence(private=True) for failure in trace.left_out],
         state=standing.state if standing is not None else None,
         state_because=dict(standing.reasons) if standing is not None else {},
         prompt_tokens=kept.prompt_tokens,

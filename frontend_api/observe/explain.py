@@ -9,6 +9,7 @@ from frontend_api.flow import Trace
 from frontend_api.kv.evidence import Cache, Prompt
 from frontend_api.observe.account import STAGES
 from frontend_api.routing.costs import Cost, costs_of
+from frontend_api.routing.outcomes import Failure
 
 MOST = 16
 """Candidates of each part, and reasons, that are told: clients have limits for a reply's head. `/debug/decisions` tells all."""
@@ -29,10 +30,18 @@ def headers(
         f"x-tandem-prefill: {trace.prefill or '-'}\r\nx-tandem-decode: {trace.decode or '-'}\r\n"
         f"x-tandem-mode: {mode}\r\n"
         f"x-tandem-reason: {trace.reason}\r\nx-tandem-fallback: {trace.cause if trace.fallback else '-'}\r\n"
+        f"x-tandem-tried: {_failures(trace.tried)}\r\nx-tandem-left-out: {_failures(trace.left_out)}\r\n"
         f"x-tandem-overhead-us: {overhead_us:.0f}\r\nx-tandem-overhead-stages: {spent}\r\n"
         f"{_of_cache(trace, cache, prompt) if cache is not None else ''}"
         f"x-tandem-candidates: {'; '.join(_candidates(costs_of(trace.weighed))) or '-'}\r\n"
     ).encode()
+
+
+def _failures(failures: Sequence[Failure]) -> str:
+    told = [f"{failure} via={failure.channel}" if failure.channel else str(failure) for failure in failures[:MOST]]
+    if len(failures) > MOST:
+        told.append(f"{len(failures) - MOST} more")
+    return "; ".join(told) or "-"
 
 
 def _of_cache(trace: Trace, cache: Cache, prompt: Prompt | None) -> str:

@@ -93,6 +93,11 @@ COUNTERS: dict[str, Metric] = {
     "fallbacks_total": Metric(
         ("deployment", "cause"), "Requests that should have been disaggregated and were not, by cause."
     ),
+    "leg_failures_total": Metric(
+        ("deployment", "engine", "cause"),
+        "Requests to an engine that gave nothing, by cause; transfer-…: they had KV to fetch. What was then served by another "
+        "engine, or another way, counts too; what the request itself caused does not.",
+    ),
     "tokens_total": Metric(
         ("deployment", "kind"),
         "Tokens. prompt, output, cached: as the engines report them; overlap: of the prompt, what the router expected its "
@@ -127,6 +132,16 @@ GAUGES: dict[str, Metric] = {
     "engine_overloaded": Metric(
         ("engine",),
         "1: it answered lately that it has too much to do, and is used where no other can serve.",
+        alike=True,
+    ),
+    "engine_failing": Metric(
+        ("engine",),
+        "1: its requests or probes fail, though it takes connections: used where no other can serve.",
+        alike=True,
+    ),
+    "pair_failing": Metric(
+        ("prefill", "decode"),
+        "1: requests or probes show that this pair's KV transfers fail: it gets none.",
         alike=True,
     ),
     "engine_down": Metric(("engine",), "1: the last connection to the engine failed.", alike=True),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from time import time
+from time import monotonic, time
 
 from controlplane.fleet.wire import CacheState, RequestRecord, RouterStatus
 from frontend_api.kv.evidence import Cache, Evidence
@@ -17,6 +17,7 @@ from frontend_api.observe import figures
 from frontend_api.observe.account import STAGES
 from frontend_api.observe.figures import MICROSECONDS, STEPS, WAITS, Figures, Histogram
 from frontend_api.observe.shared import Slots
+from frontend_api.routing.outcomes import Outcomes
 from frontend_api.routing.view import Health, View
 
 QUEUE = 20_000
@@ -78,6 +79,7 @@ class Telemetry:
         self._decisions = counters["decisions_total"]
         self._fallbacks = counters["fallbacks_total"]
         self._stranded = counters["stranded_total"]
+        self._leg_failures = counters["leg_failures_total"]
         self._tokens = counters["tokens_total"]
         self._kv_events = counters["kv_events_total"]
         self._kv_seen: dict[str, tuple[Cache, Counter[str]]] = {}
@@ -112,6 +114,9 @@ class Telemetry:
             self._decisions[deployment, record.reason] += 1
         if record.fallback:
             self._fallbacks[deployment, record.fallback_cause] += 1
+        for failure in record.tried:
+            cause, *_, engine = failure.split(" ")
+            self._leg_failures[deployment, engine, cause] += 1
         if record.stranded:
             self._stranded[(deployment,)] += record.stranded
         if record.prompt_tokens:
@@ -205,7 +210,7 @@ class Telemetry:
         self._count_ended()
         return self._dropped[()]
 
-    def status(self, view: View, evidence: Evidence) -> RouterStatus:
+    def status(self, view: View, evidence: Evidence, outcomes: Outcomes) -> RouterStatus:
         standings = {
             deployment.name: cache.standing()
             for name, cache in evidence.caches.items()
@@ -221,6 +226,7 @@ class Telemetry:
             requests=dict(self._results),
             keys_seen={key: at for key, at in self._keys_seen.items() if now - at < KEY_TOLD},
             started_at=self.started_at,
+            faults=outcomes.faults(view.engines(), monotonic()),
             caches={name: CacheState(s.state, dict(s.reasons)) for name, s in standings.items()},
         )
 
@@ -239,6 +245,10 @@ class Telemetry:
             gauges["in_flight"][engine.id, engine.spec.role] = engine.in_flight
             gauges["engine_overloaded"][engine.id,] = int(engine.health is Health.OVERLOADED)
             gauges["engine_down"][engine.id,] = int(engine.health is Health.DOWN)
+            gauges["engine_failing"][engine.id,] = int(engine.fails)
+        for present in view.deployments.values():
+            for pair in present.broken_pairs - present.unproved_pairs:
+                gauges["pair_failing"][pair] = 1
         for cache in evidence.caches.values():
             name = cache.name
             state, reasons = cache.standing()
@@ -254,6 +264,9 @@ class Telemetry:
             self._kv_seen[name] = cache, counts
         if view.version >= 0:  # before, nobody knows who is there
             self._forget_others({deployment.name for deployment in view.deployments.values()})
+            engines = {engine.id for engine in view.engines()}
+            for labels in [labels for labels in self._leg_failures if labels[1] not in engines]:
+                del self._leg_failures[labels]
         gauges["snapshot_version"][str(self._index),] = view.version
         gauges["client_connections"][()] = clients
         gauges["upstream_connections"][()] = upstream

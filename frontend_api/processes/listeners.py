@@ -33,6 +33,7 @@ from controlplane.fleet.wire import (
 from frontend_api.http.upstream import Upstreams, probe
 from frontend_api.kv.evidence import Evidence
 from frontend_api.observe.telemetry import Telemetry
+from frontend_api.routing.outcomes import Outcomes
 from frontend_api.routing.view import Health, View
 
 log = logging.getLogger(__name__)
@@ -155,10 +156,13 @@ def write_private(path: Path, data: bytes) -> None:
 class Reporter:
     """Writes records and status to Redis. While Redis takes none, records wait as long as there is room for them."""
 
-    def __init__(self, telemetry: Telemetry, view: View, evidence: Evidence, client: redis.Redis) -> None:
+    def __init__(
+        self, telemetry: Telemetry, view: View, evidence: Evidence, outcomes: Outcomes, client: redis.Redis
+    ) -> None:
         self._telemetry = telemetry
         self._view = view
         self._evidence = evidence
+        self._outcomes = outcomes
         self._client = client
 
     async def flush(self) -> None:
@@ -193,7 +197,7 @@ class Reporter:
     async def report(self) -> None:
         """Write the status once."""
         try:
-            status = self._telemetry.status(self._view, self._evidence)
+            status = self._telemetry.status(self._view, self._evidence, self._outcomes)
             await self._client.set(router_key(status.router), encode(status), ex=ROUTER_STATUS_TTL)
         except (RedisError, OSError) as error:
             log.debug("The status was not written: %s", error)

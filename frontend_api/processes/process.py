@@ -129,7 +129,7 @@ async def run(
         if not listener.load_copy():
             await listener.read_first(FIRST_SECONDS)
         gossip = Gossip(telemetry.router, router.loads, router.waiting, client)
-        reporter = listeners.Reporter(telemetry, view, evidence, client)
+        reporter = listeners.Reporter(telemetry, view, evidence, router.outcomes, client)
         tasks += [
             loop.create_task(listener.run()),
             loop.create_task(reporter.run_flush()),

@@ -77,8 +77,8 @@ def _by_load(engine: Engine) -> tuple[int, int]:
 
 
 def usable(pool: Sequence[Engine], avoid: Collection[Engine], now: float) -> Sequence[Engine]:
-    """The engines of a pool that may be tried, best kind only: healthy, else suspect, else overloaded, else down but not
-    hanging."""
+    """The engines of a pool that may be tried, best kind only: healthy, else suspect, else overloaded, else failing, else down
+    but not hanging."""
     up = Health.UP
     for engine in pool:
         if engine.health is not up or engine.spec.suspect or avoid:
@@ -88,6 +88,7 @@ def usable(pool: Sequence[Engine], avoid: Collection[Engine], now: float) -> Seq
     healthy = []
     suspect = []
     overloaded = []
+    failing = []
     last = []
     for engine in pool:
         if engine in avoid:
@@ -99,11 +100,13 @@ def usable(pool: Sequence[Engine], avoid: Collection[Engine], now: float) -> Seq
             last.append(engine)
         elif engine.health is Health.OVERLOADED and engine.retry_at > now:
             overloaded.append(engine)
+        elif engine.health is Health.FAILING:
+            failing.append(engine)
         elif engine.spec.suspect:
             suspect.append(engine)
         else:
             healthy.append(engine)
-    return healthy or suspect or overloaded or last
+    return healthy or suspect or overloaded or failing or last
 
 
 class _Asked:
@@ -179,7 +182,7 @@ def _choose(
         if local.decode is not None and prompt.lacking(local.decode) < below:
             return local
     prefills = (prefill,) if prefill is not None else _with_room(usable(deployment.prefill, avoid, now), limit)
-    if not prefills:
+    if not prefills or (prefill is None and prefills[0].health is Health.FAILING and deployment.falls_back):
         return _alone(answering, asked, Reason.PREFILL_UNAVAILABLE, fallback=True)
     if prompt is None:
         choice = _pair_by_order(prefills, answering, asked, deployment.broken_pairs)

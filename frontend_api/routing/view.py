@@ -16,7 +16,14 @@ from typing import Protocol
 from xxhash import xxh3_64_intdigest
 
 from controlplane.fleet.model import Role
-from controlplane.fleet.wire import FleetSnapshot, RoutingPolicy, SnapshotDeployment, SnapshotEngine, SnapshotKey
+from controlplane.fleet.wire import (
+    FleetSnapshot,
+    OnPrefillFailure,
+    RoutingPolicy,
+    SnapshotDeployment,
+    SnapshotEngine,
+    SnapshotKey,
+)
 from frontend_api.routing.rates import USUAL_PULL, USUAL_READ, USUAL_STEP, Rate, settle
 
 HANG_PAUSE = 5.0
@@ -38,6 +45,8 @@ class Health(Enum):
     """It accepts connections again; one request at a time may prove that it answers."""
     OVERLOADED = "overloaded"
     """It answered that it has too much to do: for a short time it is used when no other can serve."""
+    FAILING = "failing"
+    """It takes connections, but requests or probes get no good answer (`outcomes`): used when no other can serve."""
     DOWN = "down"
 
 
@@ -51,8 +60,12 @@ class Engine:
     """One engine process as this router sees it. (id, attempt, url) names it for ever."""
 
     __slots__ = (
+        "answers",
         "cell",
         "cells",
+        "down_cause",
+        "down_since",
+        "fails",
         "fingerprint",
         "freed",
         "health",
@@ -97,6 +110,12 @@ class Engine:
         self.fingerprint = b""
         """What it calls its `system_fingerprint`, as JSON; empty: not known."""
         self.health = Health.UP
+        self.answers = 0
+        """Replies of any kind, since the router knows it."""
+        self.fails = False
+        """`outcomes` says so: it is FAILING unless it is something worse."""
+        self.down_since = 0.0
+        self.down_cause = ""
         self.retry_at = 0.0
         """Monotonic time from which a DOWN engine may be tried when no other is left, and an OVERLOADED one again."""
 
@@ -109,19 +128,29 @@ class Engine:
         """Requests that all routers have there."""
         return self.in_flight + self.others
 
-    def failed(self, now: float, *, hangs: bool) -> None:
+    def failed(self, now: float, *, hangs: bool, cause: str = "connect") -> None:
         """A connection could not be made, or broke before the first byte. `hangs`: it ran into a time limit."""
+        if self.health is not Health.DOWN:
+            self.down_since = now
+        self.down_cause = cause
         self.health = Health.DOWN
         self.retry_at = now + HANG_PAUSE if hangs else now
 
     def accepts(self) -> None:
         """A probe could connect again."""
         if self.health is Health.DOWN:
-            self.health = Health.HALF_OPEN
+            self.health = Health.FAILING if self.fails else Health.HALF_OPEN
 
     def answered(self) -> None:
+        self.answers += 1
         if self.health is not Health.OVERLOADED:  # one answer does not say that there is room for more
-            self.health = Health.UP
+            self.health = Health.FAILING if self.fails else Health.UP
+
+    def judge(self, *, fails: bool) -> None:
+        """What requests and probes show, whatever its connections do."""
+        self.fails = fails
+        if self.health is Health.UP or self.health is Health.FAILING:
+            self.health = Health.FAILING if fails else Health.UP
 
     def overloaded(self, now: float, pause: float | None = None) -> None:
         """It refused a request because it has too many. `pause`: seconds that it asks for. `now`: monotonic."""
@@ -131,7 +160,7 @@ class Engine:
     def rest(self, now: float) -> None:
         """Let an overload be over when its time has passed."""
         if self.health is Health.OVERLOADED and self.retry_at <= now:
-            self.health = Health.UP
+            self.health = Health.FAILING if self.fails else Health.UP
 
     def __repr__(self) -> str:
         return f"<Engine {self.spec.id} {self.health.value} in_flight={self.in_flight}>"
@@ -212,6 +241,7 @@ class Deployment:
         "status",
         "tokenizer",
         "tokenizer_key",
+        "unproved_pairs",
         "wants_prefill",
     )
 
@@ -223,7 +253,10 @@ class Deployment:
         self.tokenizer = entry.tokenizer
         self.tokenizer_key = entry.tokenizer_key
         self.wants_prefill = entry.wants_prefill
-        self.broken_pairs = frozenset(entry.broken_pairs)
+        self.unproved_pairs = frozenset(entry.broken_pairs)
+        """Pairs whose transfer failed the node agent's probe …"""
+        self.broken_pairs = self.unproved_pairs
+        """… and those besides of which requests show it: `outcomes` writes them."""
         self.prefill = tuple(e for e in engines if e.spec.role is Role.PREFILL)
         self.decode = tuple(e for e in engines if e.spec.role is Role.DECODE)
         self.aggregated = tuple(e for e in engines if e.spec.role is Role.AGGREGATED)
@@ -232,6 +265,11 @@ class Deployment:
     def answering(self) -> tuple[Engine, ...]:
         """The engines that can answer a client alone."""
         return self.decode or self.aggregated
+
+    @property
+    def falls_back(self) -> bool:
+        """Decode computes a prompt of which no prefill engine can give the KV."""
+        return self.routing.on_prefill_failure is OnPrefillFailure.FALLBACK
 
     @property
     def ready(self) -> bool:

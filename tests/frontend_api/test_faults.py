@@ -302,7 +302,7 @@ async def test_nothing_is_kept_of_an_engine_that_left_while_a_request_was_on_its
 # ---- the engine's own errors
 
 
-@pytest.mark.parametrize("status", [400, 404, 422])
+@pytest.mark.parametrize("status", [400, 413, 422])
 async def test_an_error_caused_by_the_request_is_passed_on_and_trips_nothing(make_site: MakeSite, status: int) -> None:
     error = {"error": {"message": "too long", "type": "BadRequestError", "param": None, "code": status}}
     site = await aggregated(make_site, says(unary(error, status)), answer_well)
@@ -518,15 +518,21 @@ async def test_another_prefill_engine_is_tried_first(make_site: MakeSite) -> Non
     assert (site.record.prefill, site.record.fallback, site.record.fallback_cause) == ("p1", False, "")
 
 
-async def test_a_prompt_that_prefill_refuses_is_the_clients_to_hear(make_site: MakeSite) -> None:
+async def test_a_prompt_that_both_refuse_is_the_clients_mistake_and_nobody_elses(make_site: MakeSite) -> None:
     site = await make_site()
     error = {"error": {"message": "too long", "type": "BadRequestError", "param": None, "code": 400}}
     await site.engine("p", Role.PREFILL, says(unary(error, 400)))
-    await site.engine("d", Role.DECODE)
+    await site.engine("d", Role.DECODE, says(unary(error, 400)))
     site.publish()
     reply = await ask(site.port, CHAT, STREAM)
     assert (reply.status, reply.json) == (400, error)
-    assert site.engines["d"].heard == []
+    await site.settled()
+    record = site.record
+    assert (record.result, record.fallback, record.tried, record.reason) == (Result.REFUSED, False, (), "least-load")
+    asked = site.engines["d"].heard[0].body
+    assert {**asked, **STREAM} == asked, "decode judges the client's own body"
+    assert "kv_transfer_params" not in asked
+    assert not site.router.outcomes.left_out
 
 
 async def test_broken_pairs_are_avoided(make_site: MakeSite) -> None:

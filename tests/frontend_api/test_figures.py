@@ -24,6 +24,7 @@ from frontend_api.observe.shared import Slots
 from frontend_api.observe.telemetry import Telemetry
 from frontend_api.processes import listeners
 from frontend_api.processes.listeners import Reporter
+from frontend_api.routing.outcomes import Outcomes
 from frontend_api.routing.view import View
 from tests.frontend_api.client import PROMPT, Client, ask
 from tests.frontend_api.conftest import Site
@@ -227,7 +228,7 @@ async def test_redis_that_never_answers_makes_nobody_wait(alone: Site, monkeypat
     port = server.sockets[0].getsockname()[1]
     client = redis.asyncio.Redis.from_url(f"redis://127.0.0.1:{port}", socket_timeout=60)
     told = alone.telemetry
-    reporter = Reporter(told, alone.view, alone.evidence, client)
+    reporter = Reporter(told, alone.view, alone.evidence, Outcomes(), client)
     await ask(alone.port, CHAT, PROMPT)
     flushing = asyncio.create_task(reporter.run_flush())
     await asked.wait()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import Disaggregate, OnPrefillFailure, RoutingPolicy, SnapshotDeployment, SnapshotEngine
-from frontend_api.flow import LEASE_MARGIN, LEASE_SECONDS, MAX_LEGS, PassOn, Serving, Trace
+from frontend_api.flow import LEASE_MARGIN, LEASE_SECONDS, MAX_LEGS, Serving, Trace
 from frontend_api.formats.openai import Problem
 from frontend_api.http.upstream import Broken
 from frontend_api.kv.evidence import Cache, Prompt
@@ -33,6 +33,7 @@ from frontend_api.steps import (
     Room,
     Wait,
 )
+from frontend_api.verdicts import PassOn
 
 P = b'{"remote":1}'
 REFUSED = Lost(Broken.CONNECT, False)
@@ -75,7 +76,7 @@ def walk(
     deployment: Deployment, script: list[Callable[[Clock], Outcome]], alone: Reason | None = None, known: bool = False
 ) -> tuple[list[str], Any, Trace]:
     """Play a script of outcomes. Returns the legs asked for (`p0`, `d0`, `d0+kv`, `…!` on a new connection, `d0?` where it is
-    only to be seen whether it takes one) and the verdict."""
+    only to be seen whether it takes one, `d0=` where only whether it takes the request) and the verdict."""
     clock, trace = Clock(), Trace()
     flow = Serving(deployment, alone, trace, clock, long_prompt(deployment) if known else None).steps()
     legs: list[str] = []
@@ -93,6 +94,8 @@ def walk(
             continue
         assert isinstance(step, Prefill | Decode | Probe)
         with_kv = "+kv" if isinstance(step, Decode) and step.params else ""
+        if isinstance(step, Prefill) and not step.keep:
+            with_kv = "="
         legs.append(step.engine.id + ("?" if isinstance(step, Probe) else with_kv + ("!" if step.fresh else "")))
         assert load(deployment).get(step.engine.id) == 1, "load is counted before the leg begins"
         outcome = todo.pop(0)(clock)
@@ -114,11 +117,51 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any], list[Callable[[Clock], O
     "prefill refused, fall back": (("p0", "d0"), {}, [says(REFUSED), OK], ["p0", "d0"], None),
     "prefill refused, fail": (("p0", "d0"), {"policy": FAIL}, [says(REFUSED)], ["p0"], (Problem, 503)),
     "no params, fall back": (("p0", "p1", "d0"), {}, [NO_KV, OK], ["p0", "d0"], None),
-    "no params, fail": (("p0", "d0"), {"policy": FAIL}, [NO_KV], ["p0"], (Problem, 502)),
-    "prefill refuses the request": (("p0", "d0"), {}, [says(Replied(400, b""))], ["p0"], (PassOn, 400)),
-    "decode refuses the request": (("p0", "d0", "d1"), {}, [KV, says(Replied(400, b""))], ["p0", "d0+kv"], (PassOn, 400)),
+    "no params, fail": (("p0", "d0"), {"policy": FAIL}, [NO_KV], ["p0"], (Problem, 503)),
+    "prefill and decode refuse the request": (
+        ("p0", "p1", "d0"), {}, [says(Replied(400, b"")), says(Replied(400, b""))], ["p0", "d0"], (PassOn, 400)),
+    "only prefill refuses the request": (("p0", "p1", "d0"), {}, [says(Replied(400, b"")), OK], ["p0", "d0"], None),
+    "both refuse, fail": (
+        ("p0", "d0"), {"policy": FAIL}, [says(Replied(422, b"")), says(Replied(422, b""))], ["p0", "d0="], (PassOn, 422)),
+    "only prefill refuses, fail": (
+        ("p0", "d0"), {"policy": FAIL}, [says(Replied(404, b"")), KV], ["p0", "d0="], (Problem, 503)),
+    "only one prefill refuses, fail": (
+        ("p0", "p1", "d0"), {"policy": FAIL}, [says(Replied(404, b"")), KV, KV, OK], ["p0", "d0=", "p1", "d0+kv"], None),
+    "decode refuses the request": (
+        ("p0", "d0"), {}, [KV, says(Replied(400, b"")), says(Replied(400, b""))], ["p0", "d0+kv", "d0"], (PassOn, 400)),
+    "decode refuses the KV": (("p0", "d0"), {}, [KV, says(Replied(400, b"")), OK], ["p0", "d0+kv", "d0"], None),
+    "decode refuses the request, fail": (
+        ("p0", "d0"), {"policy": FAIL}, [KV, says(Replied(400, b""))], ["p0", "d0+kv"], (PassOn, 400)),
+    "one of two knows no such model": (("a0", "a1"), {}, [says(Replied(404, b"")), OK], ["a0", "a1"], None),
+    "two of three know no such model": (
+        ("a0", "a1", "a2"), {}, [says(Replied(404, b""))] * 2, ["a0", "a1"], (PassOn, 404)),
     "prefill 500, fall back": (("p0", "d0"), {}, [says(Replied(500, b"")), OK], ["p0", "d0"], None),
-    "prefill 500, fail": (("p0", "d0"), {"policy": FAIL}, [says(Replied(500, b""))], ["p0"], (PassOn, 500)),
+    "prefill 500, fail": (("p0", "d0"), {"policy": FAIL}, [says(Replied(500, b""))], ["p0"], (Problem, 503)),
+    "the only transfer fails": (
+        ("p0", "d0"), {}, [KV, says(Replied(500, b"")), OK], ["p0", "d0+kv", "d0"], None),
+    "the only transfer fails, fail": (
+        ("p0", "d0"), {"policy": FAIL}, [KV, says(Replied(500, b""))], ["p0", "d0+kv"], (Problem, 503)),
+    "the only transfer hangs": (
+        ("p0", "d0"), {}, [KV, says(Lost(Broken.SILENT, True)), OK], ["p0", "d0+kv", "d0"], None),
+    "the only transfer hangs, fail": (
+        ("p0", "d0"), {"policy": FAIL}, [KV, says(Lost(Broken.SILENT, True))], ["p0", "d0+kv"], (Problem, 504)),
+    "every transfer fails": (
+        ("p0", "p1", "d0", "d1"), {}, [KV, says(Replied(500, b"")), KV, says(RESET), OK],
+        ["p0", "d0+kv", "p1", "d1+kv", "d0"], None),
+    "decode fails with KV and without": (
+        ("p0", "d0"), {}, [KV, says(Replied(500, b"")), says(Replied(500, b""))], ["p0", "d0+kv", "d0"], (PassOn, 500)),
+    "a transfer fails, and the other decode engine": (
+        ("p0", "d0", "d1"), {}, [KV, says(Replied(500, b"")), KV, says(Replied(500, b"")), says(Replied(500, b"")), OK],
+        ["p0", "d0+kv", "p0", "d1+kv", "d0", "d1"], None),
+    "every prefill engine fails": (
+        ("p0", "p1", "d0"), {}, [says(Replied(500, b"")), says(Lost(Broken.SILENT, True)), OK], ["p0", "p1", "d0"], None),
+    "every prefill engine breaks off, and lives": (
+        ("p0", "p1", "d0"), {}, [says(RESET), says(RESET), says(None), says(None), OK],
+        ["p0", "p1", "p0?", "p1?", "d0"], None),
+    "two prefill engines die of it": (
+        ("p0", "p1", "d0"), {}, [says(RESET), says(RESET), says(REFUSED)], ["p0", "p1", "p0?"], (Problem, 503)),
+    "decode is too busy for a transfer": (
+        ("p0", "d0"), {}, [KV, says(Replied(503, b"")), OK], ["p0", "d0+kv", "d0"], None),
     "decode not reached, same params": (("p0", "d0", "d1"), {}, [KV, says(REFUSED), OK], ["p0", "d0+kv", "d1+kv"], None),
     "decode reached, params spent": (
         ("p0", "d0", "d1"), {}, [KV, says(RESET), KV, OK], ["p0", "d0+kv", "p0", "d1+kv"], None),
@@ -131,7 +174,7 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any], list[Callable[[Clock], O
         ("p0", "d0", "d1"), {}, [says(STALE), KV, says(RESET), KV, OK], ["p0", "p0!", "d1+kv!", "p0!", "d0+kv!"], None),
     "stale, as they died of it": (("a0", "a1", "a2"), {}, [says(STALE), says(RESET)], ["a0", "a1!"], (Problem, 503)),
     "stale, and it is gone": (("a0",), {}, [says(STALE), says(REFUSED)], ["a0", "a0!"], (Problem, 503)),
-    "only decode refused": (("p0", "d0"), {}, [KV, says(REFUSED)], ["p0", "d0+kv"], (Problem, 503)),
+    "only decode takes no connection": (("p0", "d0"), {}, [KV, says(REFUSED)], ["p0", "d0+kv"], (Problem, 503)),
     "silent": (("a0",), {}, [says(Lost(Broken.SILENT, True))], ["a0"], (Problem, 504)),
     "our key refused": (("a0", "a1"), {}, [says(Replied(401, b"")), OK], ["a0", "a1"], None),
     "our key refused everywhere": (("a0",), {}, [says(Replied(401, b""))], ["a0"], (Problem, 502)),
@@ -177,7 +220,7 @@ def test_params_are_dropped_when_a_slow_connection_ate_the_lease() -> None:
         (("d0", "d1"), [says(REFUSED), says(REFUSED)], ["d0?", "d1?"], 503),
         (("d0", "d1"), [says(REFUSED), says(None), KV, OK], ["d0?", "d1?", "p0", "d1+kv"], None),
         (("d0", "d1"), [says(None), KV, says(REFUSED), OK], ["d0?", "p0", "d0+kv", "d1+kv"], None),
-        (("d0", "d1"), [says(None), KV, says(RESET), says(REFUSED)], ["d0?", "p0", "d0+kv", "d1?"], 503),
+        (("d0", "d1"), [says(None), KV, says(RESET), says(REFUSED), OK], ["d0?", "p0", "d0+kv", "d1?", "d0"], None),
     ],
 )
 def test_nothing_is_prefilled_for_an_engine_that_takes_no_connection(
@@ -211,9 +254,10 @@ def test_the_last_that_is_tried_prefills_nothing_in_vain(
 
 def test_after_so_many_legs_nothing_more_is_tried() -> None:
     names = [f"{kind}{n}" for kind in "pd" for n in range(9)]
-    for script in ([says(REFUSED)] * MAX_LEGS, [KV, *[says(REFUSED)] * (MAX_LEGS - 1)]):
-        legs, end, _ = walk(fleet(*names), script)
-        assert (len(legs), end.status) == (MAX_LEGS, 503)
+    legs, end, _ = walk(fleet(*names), [KV, *[says(REFUSED)] * (MAX_LEGS - 1)])
+    assert (len(legs), end.status) == (MAX_LEGS, 503)
+    legs, end, trace = walk(fleet(*names), [*[says(REFUSED)] * MAX_LEGS, OK])  # but decode alone
+    assert (len(legs), end, trace.fallback, trace.cause) == (MAX_LEGS + 1, None, True, "prefill-connect")
 
 
 def test_it_is_seen_only_now_and_then_whether_an_engine_that_hangs_takes_a_connection() -> None:
@@ -364,7 +408,7 @@ def test_an_other_routers_prompts_count_for_the_time_a_prompt_took() -> None:
     [
         ([KV, OK], 0),
         ([NO_KV, OK], 0),
-        ([KV, says(Replied(400, b""))], 0),  # it tells the prefill engine
+        ([KV, says(Replied(400, b"")), OK], 0),  # it tells the prefill engine
         ([KV, says(RESET), KV, OK], 0),
         ([KV, says(REFUSED), OK], 0),
         ([KV, says(REFUSED), says(REFUSED)], 1),
@@ -486,7 +530,7 @@ def test_whatever_happens_load_returns_to_zero_and_legs_are_bounded(
                 outcome = Ended()
                 continue
             legs += 1
-            assert legs <= MAX_LEGS + 2
+            assert legs <= MAX_LEGS + 4
             assert not (isinstance(step, Decode) and step.params and spent), "spent params were used again"
             word = script.pop(0) if script else "close"
             if word == "close":

@@ -151,11 +151,11 @@ async def test_the_key_is_told_as_used(site: Site) -> None:
     limit(site, requests_per_minute=1)
     await post(site)
     await post(site)
-    status = site.telemetry.status(site.view, site.evidence)
+    status = site.telemetry.status(site.view, site.evidence, site.router.outcomes)
     assert set(status.keys_seen) == {"k"}
     first = status.keys_seen["k"]
     await post(site, secret="tdm-inference")
-    seen = site.telemetry.status(site.view, site.evidence).keys_seen
+    seen = site.telemetry.status(site.view, site.evidence, site.router.outcomes).keys_seen
     assert seen["k"] == first, "one note a minute"
     assert set(seen) == {"k", "k-all"}
 
@@ -168,7 +168,7 @@ async def test_it_is_told_too_when_the_clock_was_set(site: Site, step: float, mo
     for name in ("observe.account", "observe.telemetry"):
         monkeypatch.setattr(f"frontend_api.{name}.time", lambda: now() + step)
     await post(site)
-    status = site.telemetry.status(site.view, site.evidence)
+    status = site.telemetry.status(site.view, site.evidence, site.router.outcomes)
     assert abs(status.keys_seen["k"] - now() - step) < 30
 
 

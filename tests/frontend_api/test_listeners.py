@@ -37,6 +37,7 @@ from frontend_api.observe import telemetry
 from frontend_api.observe.telemetry import Telemetry
 from frontend_api.processes import listeners
 from frontend_api.processes.listeners import Reporter, SnapshotListener
+from frontend_api.routing.outcomes import Outcomes
 from frontend_api.routing.view import View, carrying
 from tests.conftest import RedisServer
 from tests.frontend_api.conftest import until
@@ -164,7 +165,7 @@ async def test_redis_goes_and_comes_back(tmp_path: Path, monkeypatch: pytest.Mon
 async def test_records_reach_the_stream(redis_url: str) -> None:
     client = listeners.connect(redis_url)
     told = Telemetry("r1", 5.0)
-    reporter = Reporter(told, View(), Evidence(View()), client)
+    reporter = Reporter(told, View(), Evidence(View()), Outcomes(), client)
     for number in range(2_500):  # three batches
         told.record(record(number))
     await reporter.flush()
@@ -182,7 +183,7 @@ async def test_records_wait_while_redis_is_away_or_refuses_and_are_dropped_and_c
     server.start()
     client = listeners.connect(server.url)
     told = Telemetry("r1", 5.0)
-    reporter = Reporter(told, View(), Evidence(View()), client)
+    reporter = Reporter(told, View(), Evidence(View()), Outcomes(), client)
     try:
         told.record(record(0))
         await reporter.flush()
@@ -226,7 +227,7 @@ async def test_records_that_are_lost_on_their_way_are_counted(redis_url: str) ->
     told.record(record(0))
     control.client_pause(60_000, all=False)  # it answers, and writes nothing
     try:
-        flushing = asyncio.create_task(Reporter(told, View(), Evidence(View()), client).flush())
+        flushing = asyncio.create_task(Reporter(told, View(), Evidence(View()), Outcomes(), client).flush())
         await until(lambda: not told.waiting)
         flushing.cancel()
         await asyncio.wait([flushing])
@@ -243,7 +244,7 @@ async def test_status(redis_url: str) -> None:
     told.record(record(1))
     evidence = Evidence(view)
     with carrying(next(view.engines())):
-        await Reporter(told, view, evidence, client).report()
+        await Reporter(told, view, evidence, Outcomes(), client).report()
     control = redis.Redis.from_url(redis_url)
     raw = control.get(router_key("r1"))
     assert isinstance(raw, bytes)
@@ -253,7 +254,7 @@ async def test_status(redis_url: str) -> None:
     aware = RoutingPolicy(RoutingMode.KV)
     view.take(FleetSnapshot(10, deployments=(SnapshotDeployment("name", "served", aware),)))
     evidence.tick(0.0)
-    await Reporter(told, view, evidence, client).report()
+    await Reporter(told, view, evidence, Outcomes(), client).report()
     status = decode(cast(bytes, control.get(router_key("r1"))), RouterStatus)
     assert status.caches == {"name": CacheState("blind", {"*": "the router has no tokenizer for this model"})}
     await client.aclose()

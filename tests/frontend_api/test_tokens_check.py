@@ -191,7 +191,7 @@ async def test_other_ids_degrade_until_a_check_agrees(
         assert await bench.turn(0)
         standing = bench.cache.standing()
         assert (standing.state, standing.reasons["a0"]) == (State.DEGRADED, "tokenization_mismatch")
-        status = bench.site.telemetry.status(bench.site.view, bench.site.evidence)
+        status = bench.site.telemetry.status(bench.site.view, bench.site.evidence, bench.site.router.outcomes)
         assert status.caches["dep"].state == "degraded"
         assert status.caches["dep"].reasons["a0"] == "tokenization_mismatch"
         assert await bench.turn(MISMATCH_SECONDS * 1.3)

@@ -1,0 +1,438 @@
+"""What requests show of the engines: which engine, or which pair of them, is at fault. Pure: no IO, and time is an argument.
+
+A leg that fails raises a doubt, and a doubt asks for a probe at once (`probing` does it): a small completion, or for a pair a
+small exchange. What a failure was worth is known when its request ends:
+
+* The request was answered another way: the failure counts. `ENOUGH` of them in a row, of different requests, and the engine
+  or pair is out.
+* Nobody could answer it: it may be the request that breaks engines, so it does not count. Only the probe can tell.
+* A leg that had KV to fetch says nothing about one engine alone: it counts for the pair. When all pairs of an engine fail, and
+  its partners work with others, that engine is at fault, and pairs of it that nobody has tried yet are out too.
+
+What is out gets requests only where no other can serve (engines), or none (pairs). It is probed again and again, at growing
+intervals, and comes back with the first probe or request that works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from math import inf
+
+from controlplane.fleet.wire import Fault
+from frontend_api.routing.view import Deployment, Engine, Health, View
+
+ENOUGH = 2
+"""Requests in a row that fail at an engine or a pair, and are answered another way, until it is out."""
+FIRST_PAUSE = 1.0
+LONGEST_PAUSE = 30.0
+"""Seconds between two probes: doubled with each probe, until a request works there."""
+DOUBT_SECONDS = 5.0
+"""Silence of a leg, while nobody else has heard of its engine either, after which the engine is probed."""
+HUNG_PROBES = 2
+"""Probes in a row without an answer, after which legs that are silent too are given up where another way is left."""
+FORGET_SECONDS = 300.0
+"""For which it is remembered how often something was probed that works again."""
+TELL_SECONDS = 10.0
+"""Between two sentences about one failing engine or pair."""
+TRANSFER = "transfer"
+"""Stage of a leg that had KV to fetch. The stage of another one is the role of its engine."""
+OVERLOAD = (429, 503)
+"""What an engine answers that has too much to do."""
+KEY_REFUSED = (401, 403)
+"""What an engine answers that does not take the router's key."""
+_WORDS = {
+    "silent": "did not answer in time",
+    "reset": "closed the connection before its answer was whole",
+    "stale": "closed the connection before its answer was whole",
+    "protocol": "sent an answer that is not valid HTTP/1.1",
+    "connect": "takes no connection",
+    "connect-timeout": "takes no connection: nothing answers at its address",
+    "no-params": "answered without KV transfer parameters",
+    "computed": "computed the prompt itself and took no KV",
+    "no-token": "answered a probe without a token",
+}
+
+
+def refuses(status: int) -> bool:
+    """Whether an engine that answers so refuses the request itself."""
+    return 400 <= status < 500 and status not in OVERLOAD and status not in KEY_REFUSED
+
+
+class Failure:
+    """One leg that gave nothing."""
+
+    __slots__ = ("channel", "engine", "prefill", "what")
+
+    def __init__(self, engine: Engine, what: str, prefill: Engine | None = None, channel: str = "") -> None:
+        self.engine = engine
+        self.what = what
+        """`status-500`, `silent`, `reset` …"""
+        self.prefill = prefill
+        """Whose KV the engine was to fetch; None: it had none to fetch."""
+        self.channel = channel
+        """host:port where that KV was to be asked for; empty: not known."""
+
+    @property
+    def code(self) -> str:
+        """Short and of few kinds: for records and metrics."""
+        if self.what == "no-params":
+            return self.what
+        if self.what == "computed":
+            return "decode-computed"
+        return f"{TRANSFER if self.prefill is not None else self.engine.spec.role.value}-{self.what}"
+
+    @property
+    def is_refusal(self) -> bool:
+        return self.what.startswith("status-") and refuses(int(self.what[7:]))
+
+    def sentence(self, *, private: bool = False) -> str:
+        """For people. `private`: with the side channel's address, which is no business of clients."""
+        what = _WORDS.get(self.what) or f"answered with status {self.what.removeprefix('status-')}"
+        text = f"{self.engine.spec.role.capitalize()} engine {self.engine.spec.name} {what}"
+        if self.prefill is None:
+            return text + "."
+        text += f" when its KV was to come from prefill engine {self.prefill.spec.name}"
+        return f"{text} (side channel {self.channel})." if private and self.channel else text + "."
+
+    def __str__(self) -> str:
+        """For records: `transfer-silent p0 d0`."""
+        return f"{self.code} {f'{self.prefill.id} ' if self.prefill is not None else ''}{self.engine.id}"
+
+
+class Trouble:
+    """What speaks against an engine, or a pair, since it last worked."""
+
+    __slots__ = (
+        "deployment", "failure", "failures", "out", "pause", "probe_at", "probed_silent", "probing", "rest_until", "since",
+        "told_at",
+    )  # fmt: skip
+
+    def __init__(self, failure: Failure, deployment: Deployment, now: float) -> None:
+        self.failure = failure
+        """The last one."""
+        self.deployment = deployment
+        self.since = now
+        self.failures = 0
+        """Requests and probes that failed in a row."""
+        self.out = False
+        self.pause = FIRST_PAUSE
+        self.probe_at = now
+        """When it is to be probed; inf: no need."""
+        self.probing = False
+        self.probed_silent = 0
+        """Probes in a row that got no answer."""
+        self.rest_until = now
+        """No earlier probe: one has just worked."""
+        self.told_at = -inf
+        """When a failing leg was last told of to people."""
+
+    @property
+    def engine(self) -> Engine:
+        return self.failure.engine
+
+    @property
+    def prefill(self) -> Engine | None:
+        """None: the trouble is the engine's, not a pair's."""
+        return self.failure.prefill
+
+
+_Subject = tuple[Engine | None, Engine]
+
+
+class Outcomes:
+    """Of one router process. It follows the view: what has left it is forgotten."""
+
+    def __init__(self) -> None:
+        self.troubles: dict[_Subject, Trouble] = {}
+        """Empty where nothing is wrong: that is all that a good outcome looks at. By (prefill of a pair or None, engine)."""
+        self.left_out: tuple[Failure, ...] = ()
+        """Why, of each engine and pair that is out."""
+        self._busy: set[Engine] = set()
+        """Being probed."""
+        self._heard: dict[Engine, tuple[int, float]] = {}
+        self._deployments: dict[str, Deployment] = {}
+        self._news: list[str] = []
+
+    # ---- what requests tell
+
+    def worked(self, engine: Engine, prefill: Engine | None = None) -> None:
+        """A leg gave what it should. `prefill`: with that engine's KV."""
+        trouble = self.troubles.pop((prefill, engine), None)
+        if trouble is not None and trouble.out:
+            self._back(trouble)
+
+    def doubt(self, failure: Failure, deployment: Deployment, now: float) -> Trouble:
+        """A leg failed: see by a probe whether that is to be expected again."""
+        trouble = self._question(failure, deployment, now)
+        if now - trouble.told_at >= TELL_SECONDS:
+            trouble.told_at = now
+            self._news.append(f"{deployment.name}: {failure.sentence(private=True)}")
+        return trouble
+
+    def _question(self, failure: Failure, deployment: Deployment, now: float) -> Trouble:
+        subject = failure.prefill, failure.engine
+        trouble = self.troubles.get(subject)
+        if trouble is None:
+            trouble = self.troubles[subject] = Trouble(failure, deployment, now)
+        elif not trouble.out:
+            trouble.failure = failure
+            if not trouble.probing:
+                trouble.probe_at = min(trouble.probe_at, max(now, trouble.rest_until))
+        return trouble
+
+    def blame(self, failure: Failure, deployment: Deployment, now: float) -> None:
+        """A leg failed, and its request was answered another way."""
+        trouble = self.doubt(failure, deployment, now)
+        if not trouble.failures:
+            trouble.since = now
+        trouble.failures += 1
+        if trouble.failures >= ENOUGH and not trouble.out:
+            self._out(trouble, now)
+
+    def suspects(self, engine: Engine, prefill: Engine | None) -> bool:
+        """Whether something was wrong there before."""
+        return bool(self.troubles) and ((None, engine) in self.troubles or (prefill, engine) in self.troubles)
+
+    # ---- silence
+
+    def look(self, view: View, now: float) -> None:
+        """Once a second: which engines have answered anybody, and what can be forgotten."""
+        self._heard = {
+            engine: seen if (seen := self._heard.get(engine, (-1, now)))[0] == engine.answers else (engine.answers, now)
+            for engine in view.engines()
+        }
+        for subject, trouble in list(self.troubles.items()):
+            idle = not trouble.out and not trouble.probing and trouble.probe_at == inf
+            if idle and now - trouble.rest_until > FORGET_SECONDS:
+                del self.troubles[subject]
+
+    def silent(self, engine: Engine, prefill: Engine | None, deployment: Deployment, since: float, now: float) -> bool:
+        """A leg has had no byte since then. Returns whether to give it up: probes get none either, and another way is left."""
+        if now - max(since, self._heard.get(engine, (0, 0.0))[1]) < DOUBT_SECONDS:
+            return False
+        trouble = self.troubles.get((prefill, engine))
+        if trouble is None or not trouble.out:
+            self._question(Failure(engine, "silent", prefill), deployment, now)
+        alone = self.troubles.get((None, engine))
+        if alone is not None and alone.out and alone.probed_silent >= HUNG_PROBES:
+            pool = deployment.prefill if engine in deployment.prefill else deployment.answering
+            others = any(e.health in (Health.UP, Health.HALF_OPEN) for e in pool if e is not engine)
+            return others or engine in deployment.prefill
+        return prefill is not None and trouble is not None and trouble.out and trouble.probed_silent >= HUNG_PROBES
+
+    # ---- probes
+
+    def due(self, now: float) -> list[Trouble]:
+        """What is to be probed now: each engine by one probe at a time. Call `begin` before anything else is done."""
+        return [t for t in self.troubles.values() if t.probe_at <= now and not t.probing and self._free(t)]
+
+    def _free(self, trouble: Trouble) -> bool:
+        if trouble.prefill is None:
+            return trouble.engine not in self._busy
+        if trouble.engine in self._busy or trouble.prefill in self._busy:
+            return False
+        return not any(self._is_out(engine) for engine in (trouble.prefill, trouble.engine))  # first they alone
+
+    def _is_out(self, engine: Engine) -> bool:
+        trouble = self.troubles.get((None, engine))
+        return trouble is not None and trouble.out
+
+    def begin(self, trouble: Trouble) -> bool:
+        """Whether its engines are free to be probed; then they no longer are."""
+        if not self._free(trouble):
+            return False
+        trouble.probing = True
+        trouble.probe_at = inf
+        self._busy.update(e for e in (trouble.prefill, trouble.engine) if e is not None)
+        return True
+
+    def end(self, trouble: Trouble, now: float, failure: Failure | None, *, unsure: bool = False) -> None:
+        """How a probe went. `failure`: None: it worked; of a pair's probe it may be one engine's. `unsure`: it got no answer,
+        but the engine wrote other ones."""
+        trouble.probing = False
+        self._busy.difference_update(e for e in (trouble.prefill, trouble.engine) if e is not None)
+        pause, trouble.pause = trouble.pause, min(trouble.pause * 2, LONGEST_PAUSE)
+        trouble.probe_at = inf
+        if self.troubles.get((trouble.prefill, trouble.engine)) is not trouble:
+            return  # a request has worked meanwhile, or it is gone
+        if unsure:
+            trouble.probe_at = now + pause
+        elif failure is None:
+            trouble.rest_until = now + pause
+            trouble.failures = trouble.probed_silent = 0
+            if trouble.out:
+                trouble.out = False
+                self._back(trouble)
+        elif failure.prefill is trouble.prefill and failure.engine is trouble.engine:
+            trouble.probe_at = now + pause
+            self._probe_failed(trouble, failure, now)
+        else:  # not the pair: one of its engines
+            trouble.probe_at = now + pause
+            other = self._question(failure, trouble.deployment, now)
+            other.probe_at = now + pause
+            self._probe_failed(other, failure, now)
+
+    def _probe_failed(self, trouble: Trouble, failure: Failure, now: float) -> None:
+        trouble.failure = failure
+        trouble.failures += 1
+        trouble.probed_silent = trouble.probed_silent + 1 if failure.what == "silent" else 0
+        if not trouble.out:
+            self._out(trouble, now)
+
+    # ---- out and back
+
+    def _out(self, trouble: Trouble, now: float) -> None:
+        trouble.out = True
+        self._news.append(f"{trouble.deployment.name}: {trouble.failure.sentence(private=True)} It is left out.")
+        if trouble.prefill is None:
+            trouble.engine.judge(fails=True)
+        else:
+            self._spread(trouble, now)
+        self._changed()
+
+    def _back(self, trouble: Trouble) -> None:
+        who = f"{trouble.engine.spec.role.capitalize()} engine {trouble.engine.spec.name}"
+        if trouble.prefill is not None:
+            who += f" with KV of prefill engine {trouble.prefill.spec.name}"
+        self._news.append(f"{trouble.deployment.name}: {who} works again.")
+        if trouble.prefill is None:
+            trouble.engine.judge(fails=False)
+        self._changed()
+
+    def _spread(self, trouble: Trouble, now: float) -> None:
+        """Where an engine's transfers with several partners fail, and these work with others, its other pairs are out too."""
+        deployment = self._deployments.get(trouble.deployment.served_name, trouble.deployment)
+        for prefill, decode in ((None, trouble.engine), (trouble.prefill, None)):
+            at_fault = decode or prefill
+            assert at_fault is not None
+            pairs = [(p, d) for p in deployment.prefill for d in deployment.decode if at_fault in (p, d)]
+            failing = [pair for pair in pairs if self._pair_is_out(pair)]
+            if len(failing) < 2 or not all(self._works_elsewhere(p if decode else d, at_fault) for p, d in failing):
+                continue
+            for p, d in pairs:
+                if not self._pair_is_out((p, d)):
+                    failure = Failure(d, trouble.failure.what, p)
+                    other = self._question(failure, deployment, now)
+                    other.out = True
+                    other.failures += 1
+
+    def _pair_is_out(self, pair: tuple[Engine, Engine]) -> bool:
+        trouble = self.troubles.get(pair)
+        return trouble is not None and trouble.out
+
+    def _works_elsewhere(self, engine: Engine, without: Engine) -> bool:
+        """Whether transfers of an engine are not known to fail with all others than that one."""
+        deployment = next((d for d in self._deployments.values() if engine in (*d.prefill, *d.decode)), None)
+        if deployment is None:
+            return False
+        pairs = [(p, d) for p in deployment.prefill for d in deployment.decode if engine in (p, d)]
+        return any(
+            without not in pair
+            and not self._pair_is_out(pair)
+            and (pair[0].id, pair[1].id) not in deployment.broken_pairs
+            and not any(e.fails or e.health is Health.DOWN for e in pair)
+            for pair in pairs
+        )
+
+    def _changed(self) -> None:
+        self.left_out = tuple(trouble.failure for trouble in self.troubles.values() if trouble.out)
+        for deployment in self._deployments.values():
+            self._mark(deployment)
+
+    def _mark(self, deployment: Deployment) -> None:
+        ids = {(f.prefill.id, f.engine.id) for f in self.left_out if f.prefill is not None}
+        engines = {engine.id for engine in deployment.decode}
+        deployment.broken_pairs = deployment.unproved_pairs | {pair for pair in ids if pair[1] in engines}
+
+    def follow(self, view: View) -> None:
+        """There is another snapshot."""
+        present = set(view.engines())
+        self._deployments = view.deployments
+        self.troubles = {
+            subject: trouble
+            for subject, trouble in self.troubles.items()
+            if subject[1] in present and (subject[0] is None or subject[0] in present)
+        }
+        for trouble in self.troubles.values():
+            trouble.deployment = view.deployments.get(trouble.deployment.served_name, trouble.deployment)
+        self._changed()
+
+    # ---- what it tells
+
+    def news(self) -> list[str]:
+        """What changed since it was last asked, one sentence each."""
+        news, self._news = self._news, []
+        return news
+
+    def faults(self, engines: Iterable[Engine], now: float) -> tuple[Fault, ...]:
+        """All that get no requests, or fewer. A pair whose engine is at fault is not told besides it."""
+        told: list[Fault] = []
+        gone = {engine for engine in engines if engine.health is Health.DOWN}
+        for engine in gone:
+            failure = Failure(engine, engine.down_cause)
+            told.append(_fault(failure, now - engine.down_since, 1))
+        pairs = []
+        for trouble in self.troubles.values():
+            if not trouble.out or trouble.engine in gone or trouble.prefill in gone:
+                continue
+            if trouble.prefill is None:
+                told.append(_fault(trouble.failure, now - trouble.since, trouble.failures))
+            elif not self._is_out(trouble.engine) and not self._is_out(trouble.prefill):
+                pairs.append(trouble)
+        return (*told, *self._of_pairs(pairs, now))
+
+    def _of_pairs(self, pairs: Collection[Trouble], now: float) -> list[Fault]:
+        """One fault per engine whose pairs all fail, while its partners work with others; else one per pair."""
+        told: list[Fault] = []
+        seen: set[Engine] = set()
+        for trouble in pairs:
+            at_fault = self._engine_at_fault(trouble)
+            if at_fault is None:
+                told.append(_fault(trouble.failure, now - trouble.since, trouble.failures, pair=True))
+            elif at_fault not in seen:
+                seen.add(at_fault)
+                every = [t for t in pairs if at_fault in (t.prefill, t.engine)]
+                since, failures = min(t.since for t in every), sum(t.failures for t in every)
+                told.append(_fault(trouble.failure, now - since, failures, at_fault))
+        return told
+
+    def _engine_at_fault(self, trouble: Trouble) -> Engine | None:
+        deployment = self._deployments.get(trouble.deployment.served_name, trouble.deployment)
+        assert trouble.prefill is not None
+        candidates = []
+        for engine, partner in ((trouble.engine, trouble.prefill), (trouble.prefill, trouble.engine)):
+            pairs = [(p, d) for p in deployment.prefill for d in deployment.decode if engine in (p, d)]
+            if all(self._pair_is_out(pair) for pair in pairs) and self._works_elsewhere(partner, engine):
+                candidates.append(engine)
+        return candidates[0] if len(candidates) == 1 else None
+
+
+def _fault(
+    failure: Failure, seconds: float, failures: int, at_fault: Engine | None = None, *, pair: bool = False
+) -> Fault:
+    engine, prefill = at_fault or failure.engine, failure.prefill
+    return Fault(
+        engine=engine.id,
+        attempt=engine.spec.attempt,
+        cause=failure.code,
+        reason=failure.sentence(private=True),
+        seconds=seconds,
+        failures=failures,
+        prefill=prefill.id if pair and prefill is not None else "",
+        prefill_attempt=prefill.spec.attempt if pair and prefill is not None else 0,
+    )
+
+
+def computed_itself(params_cached: int | None, prompt: int | None, cached: int | None, block_size: int | None) -> bool:
+    """Whether an engine that was given KV params shows by its counts that it computed the prompt itself.
+
+    `cached`: of the `prompt` tokens, what it says it had. `params_cached`: what prefill's params say that prefill had; None:
+    nothing. vLLM 0.32 repeats that figure as its own, so that a zero that comes from there proves nothing.
+    """
+    if cached != 0 or params_cached == 0 or prompt is None:
+        return False
+    return prompt >= (block_size or LONGEST_BLOCK)
+
+
+LONGEST_BLOCK = 128
+"""Tokens of a KV block where nobody tells its size."""
