@@ -39,6 +39,8 @@ class LogLines(NamedTuple):
     lines: list[str]
     cursor: str
     """Id of the last entry read; `0-0` before the first."""
+    times: list[float]
+    """When each line came, in seconds since 1970 by Redis's clock."""
 
 
 class Publisher(Protocol):
@@ -268,12 +270,13 @@ class InMemoryPublisher:
     def tail_log(self, key: str, lines: int) -> LogLines:
         self._reach()
         stored = self.logs.get(key, [])
-        return LogLines(stored[-lines:], f"{len(stored)}-0")
+        return LogLines(stored[-lines:], f"{len(stored)}-0", [float(i) for i in range(len(stored))][-lines:])
 
     def follow_log(self, key: str, cursor: str, wait_seconds: float) -> LogLines:
         self._reach()
         stored, start = self.logs.get(key, []), int(cursor.split("-")[0])
-        return LogLines(list(islice(stored, start, None)), f"{len(stored)}-0")
+        new = list(islice(stored, start, None))
+        return LogLines(new, f"{len(stored)}-0", [float(start + i) for i in range(len(new))])
 
     def _reach(self) -> None:
         if self.away:
@@ -323,4 +326,5 @@ def _decoded(data: bytes, kind: type[Any], what: str) -> Any:
 
 def _log_lines(entries: list[Any], cursor: str) -> LogLines:
     lines = [fields.get(b"line", b"").decode("utf-8", "replace") for _, fields in entries]
-    return LogLines(lines, entries[-1][0].decode() if entries else cursor)
+    times = [int(entry.partition(b"-")[0]) / 1000 for entry, _ in entries]  # an id begins with milliseconds
+    return LogLines(lines, entries[-1][0].decode() if entries else cursor, times)

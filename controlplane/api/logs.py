@@ -27,6 +27,7 @@ def _answer(chunk: logs.LogChunk, engine: Engine) -> Response:
         "attempt": chunk.attempt,
         "current_attempt": engine.attempt,
         "lines": chunk.lines,
+        "times": chunk.times,
         "cursor": chunk.cursor,
     }
     return Response(resources.LogResource(answer).data)

@@ -177,6 +177,9 @@ class LogResource(serializers.Serializer[Any]):
     attempt = serializers.IntegerField()
     current_attempt = serializers.IntegerField(help_text="Higher than `attempt`: the engine was started anew since.")
     lines = serializers.ListField(child=serializers.CharField(trim_whitespace=False))
+    times = serializers.ListField(
+        child=serializers.FloatField(), help_text="When each line came, in seconds since 1970 by Redis's clock."
+    )
     cursor = serializers.CharField(help_text="Pass to `follow` for what comes after these lines.")
 
 

@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     logs = commands.add_parser("logs", help="show the log of an engine, or of all engines of a deployment")
     logs.add_argument("target", metavar="ENGINE|DEPLOYMENT", help="an engine's id, NAME/decode-0, or a deployment")
     logs.add_argument("-f", "--follow", action="store_true", help="go on with new lines, also of later attempts")
+    logs.add_argument("--times", action="store_true", help="with the time at which each line came, UTC")
     logs.add_argument("--attempt", type=_between(1, 1 << 31), metavar="N", help="default: the newest")
     logs.add_argument(
         "--lines", type=_between(1, LOG_MAXLEN), default=200, metavar="N", help="of the past (default: 200)"

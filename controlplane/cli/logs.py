@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import sys
 import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from controlplane.cli.client import Client, Refused
@@ -32,14 +34,20 @@ def show_logs(client: Client, arguments: argparse.Namespace) -> int:
     target = _find(client, arguments.target)
     engines = _engines(client, target)
     if arguments.follow:
-        return _Follower(client, target, arguments.attempt, arguments.lines).run(engines)
+        return _Follower(client, target, arguments).run(engines)
     for engine in engines:
         query = {"lines": arguments.lines} | ({"attempt": arguments.attempt} if arguments.attempt else {})
         chunk = client.call("GET", *_log_path(target, engine), **query)
-        prefix = f"{engine['name']} | " if target.engine is None else ""
-        for line in chunk["lines"]:
-            print(prefix + line)
+        for line in _shown(target, engine, chunk, arguments.times):
+            print(line)
     return 0
+
+
+def _shown(target: Target, engine: dict[str, Any], chunk: dict[str, Any], times: bool) -> Iterator[str]:
+    """The chunk's lines as they are printed: of several engines with its name, with the times where they are asked for."""
+    prefix = f"{engine['name']} | " if target.engine is None else ""
+    for line, at in zip(chunk["lines"], chunk["times"], strict=True):
+        yield prefix + (f"{datetime.fromtimestamp(at, UTC):%F %T} " if times else "") + line
 
 
 def _find(client: Client, text: str) -> Target:
@@ -72,8 +80,11 @@ def _log_path(target: Target, engine: dict[str, Any]) -> tuple[str, ...]:
 class _Follower:
     """The threads of one `logs -f`, and the one place where they print."""
 
-    def __init__(self, client: Client, target: Target, attempt: int | None, lines: int) -> None:
-        self._client, self._target, self._attempt, self._lines = client, target, attempt, lines
+    def __init__(self, client: Client, target: Target, arguments: argparse.Namespace) -> None:
+        self._client, self._target = client, target
+        self._attempt: int | None = arguments.attempt
+        self._lines: int = arguments.lines
+        self._times: bool = arguments.times
         self._printing = threading.Lock()
         self._ended = threading.Event()
         """Set by a thread that ends, so that the main thread looks again at once."""
@@ -119,7 +130,7 @@ class _Follower:
         first = {"lines": self._lines} | ({"attempt": self._attempt} if self._attempt else {})
         chunk = self._ask(engine, *path, **first)
         while True:
-            self._print(engine, chunk["lines"])
+            self._print(engine, chunk)
             attempt, cursor = chunk["attempt"], chunk["cursor"]
             if not chunk["lines"] and chunk["current_attempt"] > attempt:
                 if self._attempt is not None:
@@ -142,11 +153,10 @@ class _Follower:
             threading.Event().wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _print(self, engine: dict[str, Any], lines: list[str]) -> None:
-        prefix = f"{engine['name']} | " if self._target.engine is None else ""
+    def _print(self, engine: dict[str, Any], chunk: dict[str, Any]) -> None:
         with self._printing:
-            for line in lines:
-                print(prefix + line)
+            for line in _shown(self._target, engine, chunk, self._times):
+                print(line)
             sys.stdout.flush()
 
     def _remark(self, engine: dict[str, Any], text: str) -> None:

@@ -22,6 +22,7 @@ urlpatterns = [
     path("deployments/<slug:name>/retry/", changing.retry, name="deployment-retry"),
     path("deployments/<slug:name>/logs/", logs.deployment_logs, name="deployment-logs"),
     path("deployments/<slug:name>/logs/more/", logs.more, name="deployment-logs-more"),
+    path("deployments/<slug:name>/logs/download/", logs.download, name="deployment-logs-download"),
     path("deployments/<slug:name>/revisions/", deployments.revisions, name="deployment-revisions"),
     path("deployments/<slug:name>/events/", events.of_deployment, name="deployment-events"),
     path("deployments/<slug:name>/settings/", deployments.settings, name="deployment-settings"),

@@ -23,6 +23,8 @@ class LogChunk:
     lines: list[str]
     cursor: str
     """Pass it to `follow` for what comes after these lines."""
+    times: list[float]
+    """When each line reached Redis, in seconds since 1970."""
 
 
 def tail(*, engine: Engine | str, attempt: int | None = None, lines: int = 1000) -> LogChunk:
@@ -32,9 +34,9 @@ def tail(*, engine: Engine | str, attempt: int | None = None, lines: int = 1000)
     """
     number, key = _stream(engine, attempt)
     if key is None:
-        return LogChunk(number, [], START)
+        return LogChunk(number, [], START, [])
     found = publish.current().tail_log(key, max(1, min(lines, LOG_MAXLEN)))
-    return LogChunk(number, found.lines, found.cursor)
+    return LogChunk(number, found.lines, found.cursor, found.times)
 
 
 def follow(*, engine: Engine | str, attempt: int | None, cursor: str, wait_seconds: float) -> LogChunk:
@@ -46,9 +48,9 @@ def follow(*, engine: Engine | str, attempt: int | None, cursor: str, wait_secon
         raise InvalidInput("cursor: pass the one of the answer before, or 0-0", field="cursor")
     number, key = _stream(engine, attempt)
     if key is None:
-        return LogChunk(number, [], cursor)
+        return LogChunk(number, [], cursor, [])
     found = publish.current().follow_log(key, cursor, min(max(wait_seconds, 0.0), MAX_WAIT_SECONDS))
-    return LogChunk(number, found.lines, found.cursor)
+    return LogChunk(number, found.lines, found.cursor, found.times)
 
 
 def _stream(engine: Engine | str, attempt: int | None) -> tuple[int, str | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page, expect
@@ -213,10 +214,49 @@ def test_the_log_follows_its_engine(page: Page, web: Web, demo: tuple[str, str])
         "[r.xadd(key, {'line': text}) for text in ('INFO one', 'ERROR <b>two</b>')]"
     )
     web.django(write)
-    expect(lines.locator("div")).to_have_text(["INFO one", "ERROR <b>two</b>"])
+    expect(lines.locator("div span")).to_have_text(["INFO one", "ERROR <b>two</b>"])
+    expect(lines.locator("div time").first).to_have_text(re.compile(r"^\d\d:\d\d:\d\d$"))
     expect(lines.locator("div.is-bad")).to_have_count(1)
     page.get_by_label("Show lines with").fill("one")
     expect(lines.locator("div:visible")).to_have_count(1)
+    expect(page.locator("[data-log-count]")).to_have_text("· 1 of 2 lines")
+    page.get_by_label("Show lines with").fill("three")
+    expect(page.locator("[data-log-nothing]")).to_have_text("No line contains “three”.")
+    with page.expect_download() as saved:
+        page.get_by_role("link", name="Download").click()
+    assert saved.value.suggested_filename == f"{demo[1]}-attempt-1.log"
+    assert re.fullmatch(r"\S+Z INFO one\n\S+Z ERROR <b>two</b>\n", Path(saved.value.path()).read_text())
+
+
+def test_the_log_of_the_engine_that_failed_comes_first_and_goes_on_with_its_next_attempt(page: Page, web: Web) -> None:
+    failed = web.django(
+        "import os, redis\nfrom controlplane.fleet.wire import log_key\n"
+        "box = seed.node('gpu-l', gpus=2)\nof = seed.deployment('reads-logs', model='/m', pools={'prefill': 1, 'decode': 2})\n"
+        "seed.engine(of, seed.Role.PREFILL, 0, seed.State.READY, on=box)\n"
+        "seed.engine(of, seed.Role.DECODE, 0, seed.State.READY, on=box)\n"
+        "row = seed.engine(of, seed.Role.DECODE, 1, seed.State.FAILED, on=box, attempt=3, exit_code=1, reason='It crashed.')\n"
+        "redis.Redis.from_url(os.environ['REDIS_URL']).xadd(log_key('gpu-l', row.pk, 3), {'line': 'last words'})\n"
+        "print(row.pk)"
+    )
+    sign_in(page, "viewer")
+    page.goto("/deployments/reads-logs/")
+    page.get_by_role("link", name="Logs").click()
+    expect(page.get_by_label("Engine", exact=True)).to_have_value(failed)
+    expect(page.get_by_label("Attempt", exact=True)).to_have_value("3")
+    lines = page.get_by_role("log")
+    expect(lines).to_contain_text("last words")
+    expect(page.locator("[data-log-said]")).to_contain_text("This attempt ended, exit code 1. It crashed. Tries again")
+    web.django(
+        "import os, redis\nfrom controlplane.deployments.models import Attempt, Engine\n"
+        "from controlplane.fleet.wire import log_key\n"
+        f"Engine.objects.filter(pk={failed!r}).update(attempt=4, state='starting', observation=None)\n"
+        f"Attempt.objects.create(engine_id={failed!r}, number=4, node_name='gpu-l', placed_at=seed.ago(0))\n"
+        f"redis.Redis.from_url(os.environ['REDIS_URL']).xadd(log_key('gpu-l', {failed!r}, 4), {{'line': 'a new life'}})"
+    )
+    expect(lines).to_contain_text("a new life")
+    expect(lines).to_contain_text("last words")
+    expect(lines.locator(".log-attempt")).to_have_text("Attempt 4")
+    expect(page.get_by_label("Attempt", exact=True)).to_have_value("4")
 
 
 def test_a_join_command_and_a_key_are_shown_once(page: Page, web: Web) -> None:

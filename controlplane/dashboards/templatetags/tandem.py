@@ -12,7 +12,7 @@ from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString, mark_safe
 
-from controlplane.dashboards import words
+from controlplane.dashboards import cards, words
 from controlplane.dashboards.figures import Proof
 from controlplane.dashboards.looks import Look
 from controlplane.dashboards.words import Quantity
@@ -155,6 +155,12 @@ def without(message: str, name: str) -> str:
 def memory(number: float | None) -> str:
     """Bytes in GiB."""
     return str(words.memory(number))
+
+
+@register.filter
+def ending(exit_code: int) -> str:
+    """`exit code 1`, `signal 9`."""
+    return cards.ending(exit_code)
 
 
 @register.simple_tag

@@ -30,8 +30,8 @@ def test_an_engine_without_a_place_has_an_empty_log(fleet: Fleet) -> None:
     fleet.deploy()
     fleet.step()
     engine = fleet.engine("decode-0")
-    assert logs.tail(engine=engine) == logs.LogChunk(1, [], "0-0")
-    assert logs.follow(engine=engine, attempt=1, cursor="0-0", wait_seconds=0) == logs.LogChunk(1, [], "0-0")
+    assert logs.tail(engine=engine) == logs.LogChunk(1, [], "0-0", [])
+    assert logs.follow(engine=engine, attempt=1, cursor="0-0", wait_seconds=0) == logs.LogChunk(1, [], "0-0", [])
     with pytest.raises(NotFound):
         logs.tail(engine=engine, attempt=4)
     with pytest.raises(NotFound):

@@ -66,14 +66,17 @@ def test_logs_are_read_from_the_end_and_followed_from_there(either: Publisher, c
             for line in lines:
                 client.xadd(key, {"line": line})
 
-    assert either.tail_log(key, 10) == ([], "0-0")
+    assert either.tail_log(key, 10) == ([], "0-0", [])
     write("one", "two", "three")
     tail = either.tail_log(key, 2)
     assert tail.lines == ["two", "three"]
-    assert either.follow_log(key, tail.cursor, 0.01) == ([], tail.cursor)
+    assert either.follow_log(key, tail.cursor, 0.01) == ([], tail.cursor, [])
     write("fo\u00fcr")
     assert either.follow_log(key, tail.cursor, 5).lines == ["fo\u00fcr"]
-    assert either.follow_log(key, "0-0", 0.01).lines == ["one", "two", "three", "fo\u00fcr"]
+    whole = either.follow_log(key, "0-0", 0.01)
+    assert whole.lines == ["one", "two", "three", "fo\u00fcr"]
+    assert whole.times == sorted(whole.times)
+    assert whole.times[1:3] == tail.times
 
 
 def test_reports_of_another_version_are_left_out_not_fatal(real: RedisPublisher, client: redis.Redis) -> None:

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.django_db
 ROLES = ("viewer", "operator", "admin")
 OPEN = {"login"}
 READS = {
-    "fleet", "events", "foot", "deployments", "deployment", "deployment-logs", "deployment-logs-more", "deployment-revisions",
+    "fleet", "events", "foot", "deployments", "deployment", "deployment-logs", "deployment-logs-more", "deployment-logs-download", "deployment-revisions",
     "deployment-events", "deployment-settings", "deployment-export", "nodes", "node", "keys", "key",
 }  # fmt: skip
 CHANGES: dict[str, tuple[str, dict[str, str]]] = {
