@@ -24,6 +24,7 @@ from kombu.exceptions import OperationalError
 
 from controlplane.fleet import config, wire
 from controlplane.fleet.addresses import broker_url
+from controlplane.fleet.bounds import sentence
 from controlplane.fleet.errors import Unavailable
 from controlplane.fleet.wire import FleetSnapshot, NodePlan, NodeReport, RouterStatus
 
@@ -43,17 +44,29 @@ class LogLines(NamedTuple):
     """When each line came, in seconds since 1970 by Redis's clock."""
 
 
+class Mail(NamedTuple):
+    """What nodes have reported."""
+
+    reports: dict[str, NodeReport]
+    """The newest of each node that has one that can be read."""
+    refused: dict[str, str]
+    """Why the newest of a node cannot be read: names the field."""
+
+
 class Publisher(Protocol):
     """Both forms. Every method raises `Unavailable` when the other side cannot be reached."""
 
-    def read_reports(self, nodes: Iterable[str]) -> dict[str, NodeReport]:
-        """The newest report of each node that has one. A report that cannot be read is left out and logged."""
+    def read_reports(self, nodes: Iterable[str]) -> Mail:
+        """The newest report of each node that has one."""
 
     def router_statuses(self) -> list[RouterStatus]:
         """What the living router processes said last."""
 
     def snapshot_version(self) -> int | None:
         """Version of the stored snapshot; None: there is none."""
+
+    def read_snapshot(self) -> FleetSnapshot | None:
+        """The stored snapshot; None: there is none that can be read."""
 
     def send_plan(self, plan: NodePlan) -> None:
         """Store the node's plan and wake its agent. The stored plan is the truth: a broken wake-up is only logged."""
@@ -93,17 +106,25 @@ class RedisPublisher:
         self._patient: Any = redis.Redis.from_url(url, protocol=2, socket_connect_timeout=3, socket_timeout=None)
         self._ensured: dict[str, str] = {}
 
-    def read_reports(self, nodes: Iterable[str]) -> dict[str, NodeReport]:
+    def read_reports(self, nodes: Iterable[str]) -> Mail:
         names = list(nodes)
+        mail = Mail({}, {})
         if not names:
-            return {}
+            return mail
         with _unavailable():
-            found = self._redis.mget([wire.report_key(name) for name in names])
-        reports = {}
+            pipeline = self._redis.pipeline(transaction=False)
+            for name in names:  # a node may have stored anything there: no more than a report may have is fetched
+                pipeline.getrange(wire.report_key(name), 0, wire.REPORT_BYTES)
+            found = pipeline.execute(raise_on_error=False)
+            for answer in found:
+                if isinstance(answer, Exception) and not isinstance(answer, redis.ResponseError):
+                    raise answer
         for name, data in zip(names, found, strict=True):
-            if data is not None and (report := _decoded(data, NodeReport, f"report of node {name}")) is not None:
-                reports[name] = report
-        return reports
+            if isinstance(data, redis.ResponseError):
+                mail.refused[name] = "its key holds something else than text"
+            elif data:
+                _sort(mail, name, data)
+        return mail
 
     def router_statuses(self) -> list[RouterStatus]:
         with _unavailable():
@@ -116,6 +137,12 @@ class RedisPublisher:
         with _unavailable():
             version = self._redis.get(_VERSION_KEY)
         return None if version is None else int(version)
+
+    def read_snapshot(self) -> FleetSnapshot | None:
+        with _unavailable():
+            data = self._redis.get(wire.SNAPSHOT_KEY)
+        snapshot: FleetSnapshot | None = None if data is None else _decoded(data, FleetSnapshot, "snapshot")
+        return snapshot
 
     def send_plan(self, plan: NodePlan) -> None:
         with _unavailable():
@@ -216,6 +243,8 @@ class InMemoryPublisher:
 
     def __init__(self) -> None:
         self.reports: dict[str, NodeReport] = {}
+        self.raw: dict[str, bytes] = {}
+        """Reports as bytes, of nodes that write what they like."""
         self.routers: list[RouterStatus] = []
         self.plans: dict[str, NodePlan] = {}
         self.sent: list[NodePlan] = []
@@ -226,9 +255,15 @@ class InMemoryPublisher:
         self.away = False
         """Redis cannot be reached."""
 
-    def read_reports(self, nodes: Iterable[str]) -> dict[str, NodeReport]:
+    def read_reports(self, nodes: Iterable[str]) -> Mail:
         self._reach()
-        return {name: self.reports[name] for name in nodes if name in self.reports}
+        mail = Mail({}, {})
+        for name in nodes:
+            if name in self.raw:
+                _sort(mail, name, self.raw[name])
+            elif name in self.reports:
+                mail.reports[name] = self.reports[name]
+        return mail
 
     def router_statuses(self) -> list[RouterStatus]:
         self._reach()
@@ -237,6 +272,10 @@ class InMemoryPublisher:
     def snapshot_version(self) -> int | None:
         self._reach()
         return self.snapshots[-1].version if self.snapshots else None
+
+    def read_snapshot(self) -> FleetSnapshot | None:
+        self._reach()
+        return self.snapshots[-1] if self.snapshots else None
 
     def send_plan(self, plan: NodePlan) -> None:
         self._reach()
@@ -322,6 +361,23 @@ def _decoded(data: bytes, kind: type[Any], what: str) -> Any:
     except msgspec.MsgspecError as error:  # from an agent of another version: never a reason to stop the loop
         log.warning("%s cannot be read: %s", what, error)
         return None
+
+
+def _sort(mail: Mail, name: str, data: bytes) -> None:
+    """Into one of both: a node's report, or why it cannot be read."""
+    try:
+        if len(data) > wire.REPORT_BYTES:
+            raise msgspec.ValidationError(f"it is longer than {wire.REPORT_BYTES >> 20} MiB")
+        report = wire.decode(data, NodeReport)
+        if report.node != name:
+            raise msgspec.ValidationError("it is another node's - at `$.node`")
+    except msgspec.MsgspecError as error:  # also of an agent of another version: its own node's trouble alone
+        why, _, field = str(error).partition(" - at `$.")
+        mail.refused[name] = sentence(
+            f"{field.rstrip('`')}: {why}" if field else why, 200
+        )  # msgspec quotes what it refuses
+    else:
+        mail.reports[name] = report
 
 
 def _log_lines(entries: list[Any], cursor: str) -> LogLines:

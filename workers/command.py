@@ -174,7 +174,7 @@ def decode_context_parallel(arguments: Sequence[str]) -> int:
         name, given, value = argument.partition("=")
         if name.replace("_", "-") in ("--decode-context-parallel-size", "-dcp"):
             found = value if given else "".join(arguments[at + 1 : at + 2])
-    return max(int(found), 1) if found.isdecimal() else 1
+    return min(max(int(found), 1), 64) if found.isdecimal() and len(found) < 9 else 1
 
 
 def _sim(

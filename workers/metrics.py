@@ -1,6 +1,7 @@
 """From an engine's Prometheus text to the few figures that the control plane needs. Pure.
 
 Only the named lines are looked at: an engine's page has thousands. Series of several data-parallel ranks are added up.
+Whatever an engine says, the figures stay within what a report may hold (`fleet.bounds`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from controlplane.fleet.model import EngineLoad
 
 _LINE = re.compile(r"^vllm:([a-z_]+)(?:\{(.*)\})? (\d+(?:\.\d+)?(?:e[+-]?\d{1,2})?)$", re.ASCII)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+_MOST = float(1 << 53)
 
 _FIELDS = {
     "num_requests_running": "running",
@@ -50,21 +53,25 @@ def read(text: str) -> Figures:
             continue
         name, labels, value = match[1], match[2] or "", match[3]
         if (field := _FIELDS.get(name)) is not None:
-            sums[field] += float(value)
+            sums[field] += _figure(value)
         elif name == "prompt_tokens_by_source_total":
             source = dict(_LABEL.findall(labels)).get("source", "")
             if (field := _SOURCES.get(source)) is not None:
-                sums[field] += float(value)
+                sums[field] += _figure(value)
         elif name == "kv_cache_usage_perc":
-            usage = max(usage, float(value))
+            usage = min(max(usage, float(value)), 1.0)
         elif name == "cache_config_info":
             told = dict(_LABEL.findall(labels))
-            block_size = _number(told.get("block_size", "")) or block_size
-            kv_blocks = _number(told.get("num_gpu_blocks", "")) or kv_blocks
-    seconds = sums.pop("nixl_seconds", 0.0)
-    counts = {field: int(value) for field, value in sums.items()}
+            block_size = _number(told.get("block_size", ""), digits=5) or block_size
+            kv_blocks = _number(told.get("num_gpu_blocks", ""), digits=12) or kv_blocks
+    seconds = min(sums.pop("nixl_seconds", 0.0), 1e9)
+    counts = {field: int(min(value, _MOST)) for field, value in sums.items()}
     return Figures(EngineLoad(kv_usage=usage, nixl_seconds=seconds, **counts), block_size, kv_blocks)
 
 
-def _number(text: str) -> int | None:
-    return int(text) if text.isdecimal() else None
+def _figure(text: str) -> float:
+    return min(float(text), _MOST)
+
+
+def _number(text: str, *, digits: int) -> int | None:
+    return int(text) if re.fullmatch(r"[1-9][0-9]*", text) and len(text) <= digits else None

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 from msgspec import Struct
 
+from controlplane.fleet.bounds import MOST_RANKS, MOST_TOKENS, sentence
 from controlplane.fleet.model import EngineLoad, PairProof, Peer
 from workers import metrics
 from workers.command import decode_context_parallel
@@ -26,6 +27,8 @@ COMPLETION_SECONDS = 120.0
 """For a few real tokens; a first one may compile kernels."""
 METRICS_LAG_SECONDS = 5.0
 """An engine's counters follow its answer a little later."""
+ANSWER_BYTES = 32 << 20
+"""The longest answer that is read: an engine's metrics take a few hundred kilobytes."""
 DEFAULT_BLOCK = 128
 LOW_TOKEN, HIGH_TOKEN = 300, 2_000
 """Token ids that are ordinary text in every vocabulary we know of, small test models included."""
@@ -75,17 +78,19 @@ class EngineClient:
     def identity(self, arguments: Sequence[str] = ()) -> Identity:
         """Version, limits and KV events. The guarded `/v1/models` makes it an authenticated answer. `arguments`: what it was
         given besides the usual ones."""
-        models = self._json("GET", "/v1/models").get("data") or [{}]
-        sources = self._json("GET", "/kv_event_sources")
-        publishing = [s for s in sources.values() if s.get("enable_kv_cache_events", True) and s.get("endpoint")]
+        models = self._json("GET", "/v1/models").get("data")
+        model = models[0] if isinstance(models, list) and models else None
+        longest = model.get("max_model_len") if isinstance(model, dict) else None
+        sources = [s for s in self._json("GET", "/kv_event_sources").values() if isinstance(s, dict)]
+        publishing = [s for s in sources if s.get("enable_kv_cache_events", True) and s.get("endpoint")]
         figures = self.figures()
         return Identity(
-            version=str(self._json("GET", "/version").get("version", "")),
-            max_model_len=models[0].get("max_model_len"),
+            version=sentence(str(self._json("GET", "/version").get("version", "")), 100),
+            max_model_len=longest if isinstance(longest, int) and 0 < longest <= MOST_TOKENS else None,
             kv_events=bool(publishing),
             block_size=figures.block_size and figures.block_size * decode_context_parallel(arguments),
             kv_blocks=figures.kv_blocks,
-            kv_ranks=max(len(publishing), 1),
+            kv_ranks=min(max(len(publishing), 1), MOST_RANKS),
         )
 
     def figures(self) -> Figures:
@@ -119,7 +124,8 @@ class EngineClient:
 
     def _ask(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:
-            answer = self._http.request(method, path, **options)
+            with self._http.stream(method, path, **options) as answer:
+                answer = _read(answer, path)
         except httpx.TimeoutException:
             raise Unanswered(f"{path} gave no answer in time") from None
         except httpx.HTTPError as error:
@@ -127,6 +133,16 @@ class EngineClient:
         if answer.status_code != 200:
             raise Unanswered(f"{path} answered {answer.status_code}{_reason(answer)}")
         return answer
+
+
+def _read(answer: httpx.Response, path: str) -> httpx.Response:
+    """The answer with its whole body, which an engine may not make longer than `ANSWER_BYTES`."""
+    body = bytearray()
+    for part in answer.iter_bytes():
+        body += part
+        if len(body) > ANSWER_BYTES:
+            raise Unanswered(f"{path} answered more than {ANSWER_BYTES >> 20} MiB")
+    return httpx.Response(answer.status_code, content=bytes(body), request=answer.request)
 
 
 def _reason(answer: httpx.Response) -> str:

@@ -16,6 +16,8 @@ from controlplane.fleet.wire import LOG_MAXLEN, Scope
 
 LONGEST_POLL = 4.0
 """Seconds: below the 5 after which a Redis client gives a silent read up, and short enough to notice a new attempt soon."""
+MOST_ID, MOST_ATTEMPTS = (1 << 63) - 1, (1 << 31) - 1
+"""What the database's columns hold."""
 
 
 class _Strict(serializers.Serializer[Any]):
@@ -37,7 +39,9 @@ class DryRun(serializers.Serializer[Any]):
 
 class Page(serializers.Serializer[Any]):
     limit = serializers.IntegerField(default=50, min_value=1, max_value=500)
-    before = serializers.IntegerField(default=None, min_value=1, help_text="`next` of the page before.")
+    before = serializers.IntegerField(
+        default=None, min_value=1, max_value=MOST_ID, help_text="`next` of the page before."
+    )
 
 
 class EventPage(Page):
@@ -50,11 +54,13 @@ class EventPage(Page):
 
 class LogTail(serializers.Serializer[Any]):
     lines = serializers.IntegerField(default=1000, min_value=1, max_value=LOG_MAXLEN)
-    attempt = serializers.IntegerField(default=None, min_value=1, help_text="Default: the newest.")
+    attempt = serializers.IntegerField(
+        default=None, min_value=1, max_value=MOST_ATTEMPTS, help_text="Default: the newest."
+    )
 
 
 class LogFollow(serializers.Serializer[Any]):
-    attempt = serializers.IntegerField(min_value=1)
+    attempt = serializers.IntegerField(min_value=1, max_value=MOST_ATTEMPTS)
     cursor = serializers.RegexField(r"^\d{1,20}-\d{1,20}$", default=START, help_text="Of the answer before.")
     wait = serializers.FloatField(
         default=LONGEST_POLL, min_value=0, max_value=LONGEST_POLL, help_text="Seconds to wait for a new line."

@@ -190,6 +190,9 @@ class NodeResource(serializers.Serializer[Any]):
     last_report_age = serializers.FloatField(
         source="age_seconds", allow_null=True, help_text="Seconds since its last report came; null: there was none."
     )
+    report_error = serializers.CharField(
+        source="node.report_error", help_text="Why its newest report cannot be read; empty: it can be."
+    )
     agent = serializers.CharField(source="node.agent", help_text="Random id of the agent process that reports.")
     cordoned = serializers.BooleanField(source="node.cordoned")
     engines = serializers.IntegerField()

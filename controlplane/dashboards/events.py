@@ -11,7 +11,7 @@ from django.views.decorators.http import require_GET
 from controlplane.dashboards import looks, words
 from controlplane.dashboards.deployments import tab_page
 from controlplane.dashboards.looks import Look
-from controlplane.dashboards.page import page, signed_in
+from controlplane.dashboards.page import page, signed_in, whole_number
 from controlplane.deployments import history, queries
 from controlplane.deployments.history import Happening
 from controlplane.deployments.models import Event
@@ -52,7 +52,7 @@ def _context(query: QueryDict, deployment: str | None) -> dict[str, Any]:
         kind=kind if kind in queries.EVENT_KINDS else None,
         text=text[:200],
         limit=A_PAGE,
-        before=int(before) if before.isdigit() and len(before) < 19 else None,
+        before=whole_number(before, 18),
     )
     asked = query.copy()
     for field in ("part", "before"):

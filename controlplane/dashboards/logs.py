@@ -12,7 +12,7 @@ from django.views.decorators.http import require_GET
 
 from controlplane.dashboards import cards, looks, words
 from controlplane.dashboards.deployments import tab_page
-from controlplane.dashboards.page import signed_in
+from controlplane.dashboards.page import signed_in, whole_number
 from controlplane.deployments import logs, queries
 from controlplane.deployments.models import Attempt
 from controlplane.deployments.queries import DeploymentRow, EngineRow
@@ -74,7 +74,8 @@ def choose(row: DeploymentRow, engine: str, attempt: str) -> Choice | None:
     if found is None:
         raise NotFound(f"{row.deployment.name} has no engine {engine}")
     choice = Choice(found, found.engine.attempt, list(queries.attempts(found.engine.pk)))
-    number = int(attempt) if attempt.isdigit() else choice.newest
+    asked = whole_number(attempt)
+    number = choice.newest if asked is None else asked
     if number != found.engine.attempt and number not in [a.number for a in choice.attempts]:
         raise NotFound(f"{found.name} has no attempt {number}")
     return choice._replace(attempt=number)

@@ -62,6 +62,11 @@ CHANGE: dict[str, Look] = {
     "deleting": Look("Deleting", "frame", "wait"),
     "deleted": Look("Deleted", "square", "off"),
     "retry-asked": Look("Retry asked for", "frame", "wait"),
+    "report-refused": Look("Report refused", "triangle", "warn"),
+    "report-read": Look("Report read", "disc", "ok"),
+    "joined": Look("Joined", "frame", "wait"),
+    "taken-over": Look("Taken over", "triangle", "warn"),
+    "cut-off": Look("Cut off", "cross", "bad"),
 }
 
 

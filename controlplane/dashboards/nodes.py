@@ -13,7 +13,7 @@ from controlplane.access.actors import actor_of
 from controlplane.dashboards import cards, looks
 from controlplane.dashboards.asking import mistyped
 from controlplane.dashboards.looks import Look
-from controlplane.dashboards.page import is_htmx, page, signed_in
+from controlplane.dashboards.page import is_htmx, page, signed_in, whole_number
 from controlplane.deployments import effects
 from controlplane.deployments import queries as deployments
 from controlplane.deployments.queries import EngineRow
@@ -133,12 +133,12 @@ def remove(request: HttpRequest, name: str) -> HttpResponse:
 @require_POST
 def join_token(request: HttpRequest) -> HttpResponse:
     """A new one-time token inside the command that uses it. Shown in this answer and never again."""
-    hours = request.POST.get("hours", "1")
-    if not hours.isdigit():
+    hours = whole_number(request.POST.get("hours", "1"))
+    if hours is None:
         raise InvalidInput("hours: write a whole number", field="hours")
-    token = services.create_join_token(actor=actor_of(request), hours=int(hours))
+    token = services.create_join_token(actor=actor_of(request), hours=hours)
     url = f"{request.scheme}://{request.get_host()}"
-    context = {"title": "Add a node", "token": token, "url": url, "hours": int(hours)}
+    context = {"title": "Add a node", "token": token, "url": url, "hours": hours}
     template = "nodes/token.html" if is_htmx(request) else "nodes/token_page.html"
     answer = page(request, template, context)
     answer.headers["Cache-Control"] = "no-store"

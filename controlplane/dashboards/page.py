@@ -28,6 +28,11 @@ P = ParamSpec("P")
 View = Callable[Concatenate[HttpRequest, P], HttpResponse]
 
 
+def whole_number(text: str, digits: int = 9) -> int | None:
+    """A number from a query string; None: it is none, or has more digits than any that we gave out."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= digits else None
+
+
 LOOP_STANDS_AFTER = timedelta(seconds=10)
 
 

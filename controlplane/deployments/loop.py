@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 
@@ -17,18 +17,18 @@ from django.db.models import Q
 from msgspec.structs import replace
 
 from controlplane.access.services import note_uses
-from controlplane.deployments import plans, snapshot
+from controlplane.deployments import node_events, plans, snapshot
 from controlplane.deployments.apply import apply
 from controlplane.deployments.decide import decide
 from controlplane.deployments.models import Lease, Published
-from controlplane.deployments.rows import Gathered, gather
+from controlplane.deployments.rows import SNAPSHOT, Gathered, gather, keys_of
 from controlplane.deployments.world import Decision
 from controlplane.fleet.errors import Unavailable
 from controlplane.fleet.lifecycle import Event, State
-from controlplane.fleet.wire import FleetSnapshot, NodePlan, RouterStatus
+from controlplane.fleet.wire import FleetSnapshot, NodePlan, NodeReport, RouterStatus
 from controlplane.nodes import reports
 from controlplane.nodes.models import Node
-from controlplane.publish import Publisher
+from controlplane.publish import Mail, Publisher
 
 log = logging.getLogger(__name__)
 
@@ -47,14 +47,18 @@ class _LeaseLost(Exception):
 
 def one_step(now: datetime, publisher: Publisher) -> bool:
     """Bring what is closer to what is wanted. False: another controller has the lease, or Redis is away (then nothing is
-    concluded from missing reports, and the next steps count as the end of a pause)."""
+    concluded from missing reports, and the next steps count as the end of a pause).
+
+    A node's report can stop no step: one that cannot be read, or that fails what is made of it, hurts its node alone. Keys wait
+    for nobody: where a step fails all the same, the snapshot goes out with the keys of now before the error is raised.
+    """
     holder = secrets.token_hex(8)
     with _lease(holder, now) as lease:
         if lease is None:
             return False
         nodes = list(Node.objects.all())
         try:
-            found = publisher.read_reports([node.name for node in nodes])
+            mail = publisher.read_reports([node.name for node in nodes])
             routers = publisher.router_statuses()
             stored_version = publisher.snapshot_version()
         except Unavailable as error:
@@ -63,29 +67,70 @@ def one_step(now: datetime, publisher: Publisher) -> bool:
         heard: datetime | None = now
         if lease.stepped_at is None or now - lease.stepped_at > timedelta(seconds=PAUSE):
             lease.resumed_at, heard = now, lease.stepped_at
-        gathered = gather(lease, {node.name: node for node in nodes}, found, routers, now=now, heard=heard)
-        decision = decide(gathered.world, now=now.timestamp(), token=secrets.token_hex)
-        fresh = snapshot.build(gathered.world.deployments.values(), decision.engines, gathered.keys)
-        newest = max([stored_version or 0, *(status.snapshot_version for status in routers)])
-        version, digest = _version(gathered.published, fresh, newest)
-        _mark_drains(decision, version)
         try:
+            gathered, decision, refusals = _think(lease, nodes, mail, routers, now=now, heard=heard)
+            fresh = snapshot.build(gathered.world.deployments.values(), decision.engines, gathered.keys)
+            newest = max([stored_version or 0, *(status.snapshot_version for status in routers)])
+            version, digest = _version(gathered.published, fresh, newest)
+            _mark_drains(decision, version)
             with transaction.atomic():
                 _confirm(holder, lease, now)
-                changed_nodes = reports.record(nodes, found, heard=heard)
+                changed_nodes = reports.record(nodes, mail.reports, heard=heard)
+                Node.objects.bulk_update(refusals, ["report_error"])
+                node_events.tell_refusals(refusals)
                 apply(decision, gathered, now=now)
                 to_send = _renew_plans(decision, gathered, now)
                 if version != gathered.published.version:
                     Published.objects.filter(pk=gathered.published.pk).update(version=version, digest=digest)
         except _LeaseLost:
             return False
+        except Exception:
+            _publish_keys(publisher, now)
+            raise
         if version != stored_version:
             _publish_snapshot(publisher, replace(fresh, version=version, made_at=now.timestamp()))
         _send_plans(publisher, to_send, now)
         _note_keys(routers)
         _let_agents_in(publisher, nodes)
-        _push(publisher, _topics(decision, gathered, changed_nodes))
+        _push(publisher, _topics(decision, gathered, [*changed_nodes, *refusals]))
     return True
+
+
+def _think(
+    lease: Lease,
+    nodes: Iterable[Node],
+    mail: Mail,
+    routers: list[RouterStatus],
+    *,
+    now: datetime,
+    heard: datetime | None,
+) -> tuple[Gathered, Decision, list[Node]]:
+    """Gather and decide; with the nodes whose reports are refused since now, or no more. A report on which it fails is refused,
+    as one is that cannot be read."""
+    known = {node.name: node for node in nodes}
+    refusals = reports.note_refusals(known.values(), mail.reports, mail.refused)
+
+    def think(found: Mapping[str, NodeReport]) -> tuple[Gathered, Decision]:
+        gathered = gather(lease, known, found, routers, now=now, heard=heard)
+        return gathered, decide(gathered.world, now=now.timestamp(), token=secrets.token_hex)
+
+    try:
+        return *think(mail.reports), refusals
+    except Exception as error:
+        log.exception("reports are looked at one by one, because a step failed on them")
+        sound = {}
+        for name, report in mail.reports.items():
+            try:
+                think({name: report})
+                sound[name] = report
+            except Exception as its:
+                mail.refused[name] = f"the control plane fails on it ({type(its).__name__})"
+        if len(sound) == len(mail.reports):
+            raise error
+        mail.reports.clear()
+        mail.reports.update(sound)
+        refusals += reports.note_refusals(known.values(), sound, mail.refused)
+        return *think(sound), refusals
 
 
 @contextmanager
@@ -184,6 +229,22 @@ def _publish_snapshot(publisher: Publisher, fresh: FleetSnapshot) -> None:
         publisher.publish_snapshot(fresh)
     except Unavailable as error:
         log.warning("snapshot %d was not published: %s", fresh.version, error)
+
+
+def _publish_keys(publisher: Publisher, now: datetime) -> None:
+    """The stored snapshot with the keys of now: a revoked one ends to work whatever else fails."""
+    try:
+        stored = publisher.read_snapshot()
+        if stored is None:
+            return
+        published, _ = Published.objects.get_or_create(name=SNAPSHOT)
+        fresh = replace(stored, version=0, made_at=0.0, keys=snapshot.ordered(keys_of(now)))
+        version, digest = _version(published, fresh, stored.version)
+        if version != stored.version:
+            Published.objects.filter(pk=published.pk).update(version=version, digest=digest)
+            publisher.publish_snapshot(replace(fresh, version=version, made_at=now.timestamp()))
+    except Exception:
+        log.exception("the keys were not published")
 
 
 def _topics(decision: Decision, gathered: Gathered, changed_nodes: Iterable[Node]) -> list[str]:

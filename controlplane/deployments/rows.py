@@ -79,7 +79,7 @@ def gather(
         reports=reports,
         deployment_ids={d.name: d.pk for d in deployments},
         revision_ids={which: revision.pk for which, revision in revisions.items()},
-        keys=_keys(now),
+        keys=keys_of(now),
         published=Published.objects.get_or_create(name=SNAPSHOT)[0],
     )
 
@@ -136,7 +136,11 @@ def engine_record(row: Engine) -> EngineRecord:
 
 
 def observation_of(row: Engine) -> Observation | None:
-    return None if row.observation is None else msgspec.convert(row.observation, Observation)
+    """None: there is none, or one that an older version stored and this one takes no more; the next report brings another."""
+    try:
+        return None if row.observation is None else msgspec.convert(row.observation, Observation)
+    except msgspec.ValidationError:
+        return None
 
 
 def _node_record(node: Node, report: NodeReport | None, came: datetime | None, now: datetime) -> NodeRecord:
@@ -144,7 +148,8 @@ def _node_record(node: Node, report: NodeReport | None, came: datetime | None, n
     heard = latest(node.last_report_at, came)
     silent = inf if heard is None else max(0.0, (now - heard).total_seconds())
     took = report is not None and report.holds_plan and 0 < node.plan_generation <= report.plan_generation
-    return NodeRecord(node.name, facts, node.cordoned, silent, took)
+    cordoned = node.cordoned or bool(node.report_error)  # nothing new goes to a node whose word cannot be read
+    return NodeRecord(node.name, facts, cordoned, silent, took)
 
 
 def _newest_revisions() -> dict[int, Revision]:
@@ -166,7 +171,7 @@ def _engine_records(
     return stored, now
 
 
-def _keys(now: datetime) -> list[SnapshotKey]:
+def keys_of(now: datetime) -> list[SnapshotKey]:
     """One entry per secret that works: the id is what use is counted under, so that a rotated key is one key all the same."""
     valid = ApiKey.objects.filter(Q(expires_at=None) | Q(expires_at__gt=now), revoked_at=None)
     found = []

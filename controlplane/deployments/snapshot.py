@@ -26,7 +26,12 @@ def build(
         for deployment in sorted(deployments, key=lambda d: d.name)
         if not deployment.deleting
     ]
-    return FleetSnapshot(version=0, deployments=tuple(parts), keys=tuple(sorted(keys, key=lambda k: (k.id, k.digest))))
+    return FleetSnapshot(version=0, deployments=tuple(parts), keys=ordered(keys))
+
+
+def ordered(keys: Iterable[SnapshotKey]) -> tuple[SnapshotKey, ...]:
+    """Always in the same order, so that the digest tells a change."""
+    return tuple(sorted(keys, key=lambda k: (k.id, k.digest)))
 
 
 def digest(snapshot: FleetSnapshot) -> str:

@@ -7,8 +7,33 @@ ever shown, never compared across machines.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
+
+from controlplane.fleet.bounds import (
+    BlockSize,
+    Cores,
+    Count,
+    Digest,
+    ExitCode,
+    Folder,
+    GpuIndex,
+    Name,
+    Port,
+    Ranks,
+    Seconds,
+    Share,
+    ShortName,
+    Tokens,
+    Whole,
+    cut_sentences,
+    shown_command,
+)
+
+FOREIGN_KEPT = 50
+"""Foreign processes of one GPU that are told."""
 
 
 class Role(StrEnum):
@@ -53,49 +78,60 @@ class EngineSpec(Struct, frozen=True, forbid_unknown_fields=True):
 class ForeignProcess(Struct, frozen=True):
     """A process on a GPU that Tandem did not start."""
 
-    pid: int
+    pid: Whole
     name: str
-    memory_bytes: int
+    memory_bytes: Count
+
+    def __post_init__(self) -> None:
+        cut_sentences(self, "name", longest=100)
 
 
 class GpuFacts(Struct, frozen=True):
-    index: int
-    uuid: str
+    index: GpuIndex
+    uuid: ShortName
     name: str
-    memory_bytes: int
-    memory_free_bytes: int
+    memory_bytes: Count
+    memory_free_bytes: Count
     foreign: tuple[ForeignProcess, ...] = ()
+
+    def __post_init__(self) -> None:
+        cut_sentences(self, "name", longest=100)
+        if len(self.foreign) > FOREIGN_KEPT:
+            force_setattr(self, "foreign", self.foreign[:FOREIGN_KEPT])
 
 
 class NodeFacts(Struct, frozen=True):
     """What an agent found out about its machine. Sizes in bytes."""
 
-    address: str
+    address: ShortName
     """The one private address on which this node's engines listen."""
     hostname: str
-    cpus: int
-    memory_bytes: int
-    memory_free_bytes: int
-    shm_bytes: int
-    disk_free_bytes: int
-    gpus: tuple[GpuFacts, ...] = ()
+    cpus: Cores
+    memory_bytes: Count
+    memory_free_bytes: Count
+    shm_bytes: Count
+    disk_free_bytes: Count
+    gpus: Annotated[tuple[GpuFacts, ...], Meta(max_length=128)] = ()
     native_bf16: bool = False
     """The CPU multiplies bfloat16 in hardware; without it float32 is an order of magnitude faster."""
     interface: str = ""
     """The network interface that has `address`; empty: not known."""
     driver: str = ""
     agent_version: str = ""
-    runtimes: tuple[Runtime, ...] = (Runtime.SIM,)
+    runtimes: Annotated[tuple[Runtime, ...], Meta(max_length=8)] = (Runtime.SIM,)
     """What this node can run, best first (installed or installable)."""
+
+    def __post_init__(self) -> None:
+        cut_sentences(self, "hostname", "interface", "driver", "agent_version", longest=255)
 
 
 class Ports(Struct, frozen=True):
     """TCP ports of one engine on its node's address. 0 means: this engine has no such socket."""
 
-    http: int
-    side_channel: int
-    events: int
-    replay: int
+    http: Port
+    side_channel: Port
+    events: Port
+    replay: Port
 
 
 class Peer(Struct, frozen=True):
@@ -139,68 +175,76 @@ class Phase(StrEnum):
 class PairProof(Struct, frozen=True):
     """One prefill→decode transfer that was tried with a real request, told by the decode side."""
 
-    prefill: str
-    prefill_attempt: int
+    prefill: Name
+    prefill_attempt: Whole
     ok: bool
     detail: str
-    bytes_moved: int = 0
-    seconds: float = 0.0
+    bytes_moved: Count = 0
+    seconds: Seconds = 0.0
+
+    def __post_init__(self) -> None:
+        cut_sentences(self, "detail", longest=200)
 
 
 class EngineLoad(Struct, frozen=True):
     """Read from the engine's `/metrics`; counters are since the engine started."""
 
-    running: int = 0
-    waiting: int = 0
-    kv_usage: float = 0.0
+    running: Count = 0
+    waiting: Count = 0
+    kv_usage: Share = 0.0
     """0..1"""
-    nixl_bytes: int = 0
-    nixl_seconds: float = 0.0
-    nixl_transfers: int = 0
-    nixl_failures: int = 0
-    kv_expired: int = 0
-    prompt_tokens_local: int = 0
+    nixl_bytes: Count = 0
+    nixl_seconds: Seconds = 0.0
+    nixl_transfers: Count = 0
+    nixl_failures: Count = 0
+    kv_expired: Count = 0
+    prompt_tokens_local: Count = 0
     """Prompt tokens this engine computed itself (`prompt_tokens_by_source{local_compute}`)."""
-    prompt_tokens_cached: int = 0
-    prompt_tokens_transferred: int = 0
-    generated_tokens: int = 0
+    prompt_tokens_cached: Count = 0
+    prompt_tokens_transferred: Count = 0
+    generated_tokens: Count = 0
 
 
 class Observation(Struct, frozen=True):
     """What an agent sees of one (engine, attempt)."""
 
-    engine: str
-    attempt: int
+    engine: Name
+    attempt: Whole
     phase: Phase
     detail: str = ""
     """One sentence for people: what happens now, or why it failed. Never a secret."""
-    progress: float | None = None
+    progress: Share | None = None
     """0..1 of the current long step, where known."""
-    pid: int | None = None
-    exit_code: int | None = None
+    pid: Whole | None = None
+    exit_code: ExitCode | None = None
     """Of an EXITED process; negative: the signal that ended it. None: it never ran, or a former agent had started it."""
     stopped: bool = False
     """EXITED because its agent was told to end it: no failure of the engine."""
-    address: str = ""
+    address: ShortName = ""
     ports: Ports | None = None
     version: str = ""
     """The engine's own version answer, for example `0.32.0`."""
-    block_size: int | None = None
-    kv_blocks: int | None = None
+    block_size: BlockSize | None = None
+    kv_blocks: Count | None = None
     """KV blocks that one rank of it has."""
-    max_model_len: int | None = None
+    max_model_len: Tokens | None = None
     kv_events: bool | None = None
     """The engine says that KV events are on and where (`/kv_event_sources`). None: not known yet."""
-    kv_ranks: int = 1
+    kv_ranks: Ranks = 1
     """Data-parallel ranks that publish KV events."""
     command: tuple[str, ...] = ()
     """The full argv as launched; it never holds a secret."""
-    model_folder: str = ""
+    model_folder: Folder = ""
     """Where its model lies on its node; empty for a stand-in."""
-    tokenizer_folder: str = ""
+    tokenizer_folder: Folder = ""
     """Where the files of its tokenizer and chat template lie there, as the engine reads them; empty: it has none."""
-    tokenizer: str = ""
+    tokenizer: Digest = ""
     """Digest of those files (`fleet.tokenizer_files`), under which its node offers them to routers; empty: it does not."""
-    started_at: float | None = None
+    started_at: Seconds | None = None
     load: EngineLoad | None = None
-    pairs: tuple[PairProof, ...] = ()
+    pairs: Annotated[tuple[PairProof, ...], Meta(max_length=400)] = ()
+
+    def __post_init__(self) -> None:
+        cut_sentences(self, "detail")
+        cut_sentences(self, "version", longest=100)
+        force_setattr(self, "command", shown_command(self.command))

@@ -1,7 +1,8 @@
 """The messages between the programs, how they are encoded, and the names they travel under.
 
 Every message is a whole set with a generation: losing or repeating one does no harm. JSON by msgspec; unknown fields are
-ignored, so that programs of neighbouring versions understand each other.
+ignored, so that programs of neighbouring versions understand each other. What nodes and routers send is bounded by its types
+(`fleet.bounds`).
 
 | message       | from → to            | under                                                                   |
 |---------------|----------------------|-------------------------------------------------------------------------|
@@ -24,11 +25,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
+from controlplane.fleet.bounds import Count, Name, Seconds, ShortName, Whole, cut_sentences
 from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.model import EngineAssignment, NodeFacts, Observation, Role
 
@@ -41,6 +43,8 @@ LOG_MAXLEN = 2_000
 LOG_LINE_BYTES = 4_096
 LOG_TTL = 86_400
 TOKENIZER_TTL = 3_600
+REPORT_BYTES = 4 << 20
+"""The longest report that is read: a thousand engines take about 3 MB."""
 REPORT_EVERY = 2.0
 """Seconds between an agent's reports when nothing changes."""
 APPLY_PLAN_TASK = "workers.apply_plan"
@@ -138,15 +142,15 @@ class NodePlan(Struct, frozen=True):
 class NodeReport(Struct, frozen=True):
     """The node's whole observed set."""
 
-    node: str
-    agent: str
+    node: Name
+    agent: ShortName
     """Random id of this agent process, so that a restart is visible."""
-    sequence: int
+    sequence: Count
     """Rises by one per report of one agent process."""
-    plan_generation: int
+    plan_generation: Count
     """Newest generation that has been taken in (0: none yet)."""
     facts: NodeFacts
-    engines: tuple[Observation, ...] = ()
+    engines: Annotated[tuple[Observation, ...], Meta(max_length=1_000)] = ()
     holds_plan: bool = True
     """False from an agent's start until it has read a plan: Redis may have lost it, and it is to be sent again."""
 
@@ -291,45 +295,49 @@ class CacheState(Struct, frozen=True):
 
     state: str
     """exact, approximate, degraded or blind."""
-    reasons: dict[str, str] = {}
+    reasons: Annotated[dict[str, str], Meta(max_length=10_000)] = {}
     """Why it is not exact: by engine id, `*` for all."""
 
 
 class Fault(Struct, frozen=True):
     """An engine or a pair that the outcomes of requests show to fail, as one router process sees it now."""
 
-    engine: str
+    engine: Name
     """Id of the engine at fault; of a pair: its decode engine."""
-    attempt: int
+    attempt: Whole
     cause: str
     """A short code: `status-500`, `silent`, `reset`, `decode-computed`."""
     reason: str
     """One sentence for people: the engines' names, the stage and, of a transfer, the side channel's host:port where known."""
-    seconds: float
+    seconds: Seconds
     """For how long now, by the router's own monotonic clock."""
-    failures: int
+    failures: Count
     """Outcomes of this kind since the last good one."""
-    prefill: str = ""
+    prefill: Name = ""
     """Of a pair: id of its prefill engine …"""
-    prefill_attempt: int = 0
+    prefill_attempt: Whole = 0
     """… and its attempt."""
+
+    def __post_init__(self) -> None:
+        cut_sentences(self, "cause", longest=64)
+        cut_sentences(self, "reason")
 
 
 class RouterStatus(Struct, frozen=True):
     """One router process, about once a second."""
 
-    router: str
-    snapshot_version: int
-    in_flight: dict[str, int] = {}
+    router: Name
+    snapshot_version: Count
+    in_flight: dict[str, Count] = {}
     """Requests now at each engine id. A prefill engine counts until decode's first byte: its KV is still being read."""
-    requests: dict[str, int] = {}
+    requests: dict[str, Count] = {}
     """By `RequestRecord.result`, since the process started."""
-    started_at: float = 0.0
+    started_at: Seconds = 0.0
     caches: dict[str, CacheState] = {}
     """By name of the deployments that route by KV."""
-    keys_seen: dict[str, float] = {}
+    keys_seen: dict[str, Seconds] = {}
     """Key id -> when it was used, in seconds since 1970. A use is told for some seconds, and at most one a minute per key."""
-    faults: tuple[Fault, ...] = ()
+    faults: Annotated[tuple[Fault, ...], Meta(max_length=10_000)] = ()
     """Engines and pairs that get no requests, or fewer, because of what requests showed. Other routers may see others."""
 
 
@@ -413,6 +421,9 @@ def encode_lines(messages: Sequence[Struct]) -> bytes:
 def decode(data: bytes | str, kind: type[_T]) -> _T:
     """JSON bytes as a message.
 
-    Raises `msgspec.ValidationError` (wrong shape; names the path) or `msgspec.DecodeError` (not JSON).
+    Raises `msgspec.ValidationError` (wrong shape, out of bounds; names the path) or `msgspec.DecodeError` (not JSON, too deep).
     """
-    return msgspec.json.decode(data, type=kind)
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except RecursionError:
+        raise msgspec.DecodeError("nested too deep") from None

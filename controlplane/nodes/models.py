@@ -12,10 +12,13 @@ class Node(models.Model):
 
     name = models.CharField(max_length=63, unique=True)
     address = models.CharField(max_length=64, blank=True)
+    """Where its engines listen, as it was when the node joined. Its reports cannot change it."""
     facts = models.JSONField(default=dict)
     """`fleet.model.NodeFacts` as builtins; empty before the first report."""
     cordoned = models.BooleanField(default=False)
     """Takes no new engines."""
+    report_error = models.CharField(max_length=300, blank=True)
+    """Why its newest report cannot be read; its last readable one counts then. Empty: it can be."""
     agent = models.CharField(max_length=64, blank=True)
     report_sequence = models.BigIntegerField(default=0)
     last_report_at = models.DateTimeField(null=True, blank=True)
@@ -66,6 +69,10 @@ class JoinToken(models.Model):
     used_at = models.DateTimeField(null=True, blank=True)
     used_by = models.CharField(max_length=63, blank=True)
     """Name of the node that joined with it."""
+    node = models.CharField(max_length=63, blank=True)
+    """The only name it is good for, also one that is known; empty: any new name."""
+    address = models.CharField(max_length=64, blank=True)
+    """Where that node's engines will listen, in an admin's word; empty: where the node asks from."""
 
     class Meta:
         ordering: ClassVar = ["-created_at"]

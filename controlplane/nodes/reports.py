@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from enum import StrEnum
 from typing import Any
@@ -67,7 +67,7 @@ def record(nodes: Sequence[Node], reports: Mapping[str, NodeReport], *, heard: d
         if known is None or known.gpus != report.facts.gpus:
             gpus.append(node)
         node.facts = msgspec.to_builtins(report.facts)
-        node.address = report.facts.address
+        node.address = node.address or report.facts.address
         node.agent, node.report_sequence = report.agent, report.sequence
         node.applied_generation = report.plan_generation
         node.last_report_at = latest(node.last_report_at, heard)
@@ -89,6 +89,17 @@ def _meet(nodes: Sequence[Node], reports: Mapping[str, NodeReport]) -> None:
         node.agent, node.report_sequence = reports[node.name].agent, reports[node.name].sequence
     if nodes:
         Node.objects.bulk_update(nodes, ["agent", "report_sequence"])
+
+
+def note_refusals(nodes: Iterable[Node], reports: Mapping[str, NodeReport], refused: Mapping[str, str]) -> list[Node]:
+    """Note in the nodes, not in their rows yet, whose reports cannot be read, and why. Returns those where that changed."""
+    changed = []
+    for node in nodes:
+        error = refused.get(node.name, "" if node.name in reports else node.report_error)
+        if error != node.report_error:
+            node.report_error = error
+            changed.append(node)
+    return changed
 
 
 def _record_gpus(node: Node, found: Sequence[GpuFacts]) -> None:

@@ -101,6 +101,12 @@ def test_what_is_no_message_raises_and_never_passes(data: bytes) -> None:
         wire.decode(data, wire.NodePlan)
 
 
+@pytest.mark.parametrize("kind", [type(message) for message in MESSAGES], ids=lambda kind: kind.__name__)
+def test_nesting_that_no_stack_holds_is_no_message(kind: type[Struct]) -> None:
+    with pytest.raises(msgspec.DecodeError, match="too deep"):
+        wire.decode(b'{"invented":' + b"[" * 100_000, kind)
+
+
 nodes = st.from_regex(r"[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?", fullmatch=True)
 
 

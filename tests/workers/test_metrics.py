@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controlplane.fleet.model import EngineLoad
+from controlplane.fleet.model import EngineLoad, Observation, Phase
+from controlplane.fleet.wire import decode, encode
 from workers.metrics import read
 
 PAGE = """\
@@ -66,5 +68,19 @@ def test_an_engine_without_nixl_has_zeros() -> None:
     st.text() | st.sampled_from(["NaN", "+Inf", "1.2.3", "1e999", "-1", "1_0"]),
 )
 def test_no_page_breaks_it(name: str, labels: str, value: str) -> None:
-    read(f"vllm:{name}{{{labels}}} {value}\n{labels}")
-    read(f'vllm:cache_config_info{{block_size="{labels}"}} 1')
+    for page in (f"vllm:{name}{{{labels}}} {value}\n{labels}", f'vllm:cache_config_info{{block_size="{labels}"}} 1'):
+        assert_fits(page)
+
+
+def assert_fits(page: str) -> None:
+    """A report takes the figures."""
+    load, block_size, kv_blocks = read(page)
+    seen = Observation("e", 1, Phase.WARMING, load=load, block_size=block_size, kv_blocks=kv_blocks)
+    assert decode(encode(seen), Observation) == seen
+
+
+@pytest.mark.parametrize("value", ["9" * 400, "9e99", "1e15"])
+@pytest.mark.parametrize("name", ["num_requests_running", "kv_cache_usage_perc", "nixl_xfer_time_seconds_sum"])
+def test_huge_figures_fit_into_a_report(name: str, value: str) -> None:
+    assert_fits(f"vllm:{name} {value}\n" * 3)
+    assert_fits(f'vllm:cache_config_info{{block_size="{value}",num_gpu_blocks="{value}"}} 1')

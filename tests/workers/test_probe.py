@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -225,3 +225,30 @@ def test_the_prompt_is_longer_than_a_block_where_the_model_allows_it(
 def test_no_two_prompts_are_alike() -> None:
     chance = random.Random(1)
     assert fresh_prompt(128, None, chance) != fresh_prompt(128, None, chance)
+
+
+@pytest.mark.parametrize("models", [{"data": {"a": 1}}, {"data": ["x"]}, {"data": [{"max_model_len": 1 << 70}]}, {}])
+def test_an_engine_that_says_nonsense_of_itself_spoils_no_report(models: dict[str, Any]) -> None:
+    answers = {
+        "/v1/models": models,
+        "/kv_event_sources": {"a": 1} | {str(n): {"endpoint": "x"} for n in range(20_000)},
+        "/version": {"version": "v" * 1_000_000},
+        "/metrics": {},
+    }
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=answers[request.url.path]))
+    seen = EngineClient("http://engine", "s", transport=transport).identity()
+    assert (seen.max_model_len, seen.kv_ranks, len(seen.version)) == (None, 64, 100)
+
+
+def test_no_more_of_an_answer_is_read_than_one_may_have() -> None:
+    sent = []
+
+    def endless() -> Iterator[bytes]:
+        while True:
+            sent.append(1 << 20)
+            yield b"x" * (1 << 20)
+
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, content=endless()))
+    with pytest.raises(Unanswered, match="more than 32 MiB"):
+        EngineClient("http://engine", "s", transport=transport).figures()
+    assert sum(sent) <= (33 << 20)

@@ -48,12 +48,14 @@ def either(request: pytest.FixtureRequest) -> Publisher:
 
 def test_both_forms_start_empty_and_keep_the_newest_snapshot(either: Publisher) -> None:
     assert either.snapshot_version() is None
-    assert either.read_reports(["a", "b"]) == {}
-    assert either.read_reports([]) == {}
+    assert either.read_reports(["a", "b"]) == ({}, {})
+    assert either.read_reports([]) == ({}, {})
+    assert either.read_snapshot() is None
     assert either.router_statuses() == []
     either.publish_snapshot(FleetSnapshot(version=7))
     either.publish_snapshot(FleetSnapshot(version=8))
     assert either.snapshot_version() == 8
+    assert either.read_snapshot() == FleetSnapshot(version=8)
 
 
 def test_logs_are_read_from_the_end_and_followed_from_there(either: Publisher, client: redis.Redis) -> None:
@@ -79,11 +81,31 @@ def test_logs_are_read_from_the_end_and_followed_from_there(either: Publisher, c
     assert whole.times[1:3] == tail.times
 
 
-def test_reports_of_another_version_are_left_out_not_fatal(real: RedisPublisher, client: redis.Redis) -> None:
-    client.set(wire.report_key("a"), wire.encode(report("a", 4)))
-    client.set(wire.report_key("b"), '{"node": 3}')
-    client.set(wire.report_key("c"), "not json")
-    assert {name: r.sequence for name, r in real.read_reports("abcd").items()} == {"a": 4}
+def test_reports_that_cannot_be_read_are_told_apart(real: RedisPublisher, client: redis.Redis) -> None:
+    """Whatever a node stored: no more of it than a report may have is fetched, and the others' reports come all the same."""
+    stored = {
+        "a": wire.encode(report("a", 4)),
+        "b": '{"node": 3}',
+        "c": "not json",
+        "d": wire.encode(report("a")),
+        "e": wire.encode(report("e", 1 << 70)),
+        "f": '{"x":' + "[" * 100_000,
+        "g": " " * (wire.REPORT_BYTES + 1),
+    }
+    for name, text in stored.items():
+        client.set(wire.report_key(name), text)
+    client.lpush(wire.report_key("h"), "x")
+    reports, refused = real.read_reports("abcdefgh")
+    assert {name: r.sequence for name, r in reports.items()} == {"a": 4}
+    assert {name: why.split(":")[0] for name, why in refused.items()} == {
+        "b": "node",
+        "c": "JSON is malformed",
+        "d": "node",
+        "e": "sequence",
+        "f": "nested too deep",
+        "g": "it is longer than 4 MiB",
+        "h": "its key holds something else than text",
+    }
 
 
 def test_router_statuses_are_those_that_live(real: RedisPublisher, client: redis.Redis) -> None:
