@@ -289,7 +289,8 @@ class Router:
             self._tell_decisions(request, connection)
         elif path == _MODELS:
             self._note_key(request)
-            names = sorted(name for name in self.view.deployments if self._may_use(name, request.key))
+            deployments = self.view.deployments.items()
+            names = sorted(name for name, d in deployments if d.ready and self._may_use(name, request.key))
             listed = {"object": "list", "data": [self._model(name) for name in names]}
             connection.reply(200, self._headers(request), msgspec.json.encode(listed))
         else:

@@ -48,7 +48,7 @@ class Mini(NamedTuple):
 
     @property
     def serves(self) -> bool:
-        return sum(self.row.condition.ready.values()) > 0
+        return self.row.condition.serves
 
 
 class Tile(NamedTuple):
@@ -83,9 +83,11 @@ def _mini(row: DeploymentRow) -> Mini:
 
 _SAID = (
     (Status.FAILED, "does not serve: an engine failed.", "do not serve: engines failed."),
+    (Status.NOT_SERVING, "does not serve: no decode engine is wanted.", "do not serve: no decode engines are wanted."),
     (Status.DEGRADED, "serves with fewer engines than wanted.", "serve with fewer engines than wanted."),
     (Status.WAITING, "waits for a node with room.", "wait for a node with room."),
     (Status.STARTING, "is starting.", "are starting."),
+    (Status.SCALING, "serves while more engines start.", "serve while more engines start."),
     (Status.DELETING, "is being deleted.", "are being deleted."),
     (Status.STOPPED, "is stopped.", "are stopped."),
 )
@@ -141,9 +143,11 @@ def _worst(counts: Counter[Status], troubled: bool) -> Look:
     worst = next((status for status in looks.SEVERITY if counts[status]), None)
     if worst is Status.FAILED:
         return Look("Failing", "cross", "bad")
+    if worst is Status.NOT_SERVING:
+        return looks.DEPLOYMENT[worst]
     if worst is Status.DEGRADED or troubled:
         return Look("Degraded", "half", "warn")
-    if worst in (Status.WAITING, Status.STARTING):
+    if worst in (Status.WAITING, Status.STARTING, Status.SCALING):
         return looks.DEPLOYMENT[worst]
     return Look("All well", "disc", "ok") if worst else Look("Idle", "dashed", "wait")
 

@@ -43,8 +43,10 @@ DEPLOYMENT: dict[Status, Look] = {
     Status.WAITING: Look("Waiting", "dashed", "wait"),
     Status.STARTING: Look("Starting", "half", "wait", True),
     Status.READY: Look("Ready", "disc", "ok"),
+    Status.SCALING: Look("Scaling", "most", "wait", True),
     Status.DEGRADED: Look("Degraded", "half", "warn"),
     Status.FAILED: Look("Failed", "cross", "bad"),
+    Status.NOT_SERVING: Look("Not serving", "slashed", "bad"),
     Status.DELETING: Look("Deleting", "frame", "wait", True),
 }
 
@@ -79,9 +81,11 @@ def of_event(kind: str, new_state: str) -> Look:
 
 SEVERITY = (
     Status.FAILED,
+    Status.NOT_SERVING,
     Status.DEGRADED,
     Status.WAITING,
     Status.STARTING,
+    Status.SCALING,
     Status.DELETING,
     Status.READY,
     Status.STOPPED,

@@ -21,7 +21,7 @@ from controlplane.fleet.errors import NotFound, Unavailable
 from controlplane.fleet.lifecycle import HOLDS_NODE, State, backoff_seconds
 from controlplane.fleet.model import Observation, Role
 from controlplane.fleet.spec import DeploymentSpec
-from controlplane.fleet.status import Condition, Status
+from controlplane.fleet.status import Condition
 from controlplane.fleet.wire import CacheState, RouterStatus
 
 
@@ -63,8 +63,7 @@ class DeploymentRow:
     @property
     def cache_fails(self) -> bool:
         """It serves, but routes without the evidence that it was asked to route by."""
-        serves = self.condition.status in (Status.READY, Status.DEGRADED)
-        return serves and self.cache is not None and self.cache.state in ("blind", "degraded")
+        return self.condition.serves and self.cache is not None and self.cache.state in ("blind", "degraded")
 
     @property
     def notices(self) -> list[str]:

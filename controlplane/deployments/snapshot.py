@@ -10,7 +10,7 @@ from controlplane.deployments.world import DeploymentRecord, EngineRecord
 from controlplane.fleet import wire
 from controlplane.fleet.lifecycle import SERVING, State
 from controlplane.fleet.model import Role
-from controlplane.fleet.status import Condition, EngineView, derive
+from controlplane.fleet.status import ANSWERING, Condition, EngineView, derive
 from controlplane.fleet.wire import FleetSnapshot, SnapshotDeployment, SnapshotEngine, SnapshotKey
 
 
@@ -79,7 +79,7 @@ def _deployment(deployment: DeploymentRecord, engines: list[EngineRecord]) -> Sn
         engines=tuple(_engine(engine) for engine in taking),
         broken_pairs=tuple(sorted(broken)),
         wants_prefill=prefill_pool is not None and prefill_pool.replicas > 0,
-        status="" if taking else condition_of(deployment, engines).sentence,
+        status="" if any(e.role in ANSWERING for e in taking) else condition_of(deployment, engines).sentence,
         tokenizer=folder,
         tokenizer_key=key,
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
-from controlplane.fleet.lifecycle import State
+from controlplane.fleet.lifecycle import BOOT, State
 from controlplane.fleet.model import Role
 
 
@@ -17,10 +17,14 @@ class Status(StrEnum):
     """Some engine has no node yet."""
     STARTING = "starting"
     READY = "ready"
+    SCALING = "scaling"
+    """It serves, and engines that were just asked for are on their way: no trouble."""
     DEGRADED = "degraded"
     """It serves, with fewer engines than wanted, or nobody can tell whether it does."""
     FAILED = "failed"
     """It does not serve, and an engine has failed."""
+    NOT_SERVING = "not-serving"
+    """Engines are wanted, but none that answers clients: prefill alone cannot."""
     DELETING = "deleting"
 
 
@@ -41,6 +45,11 @@ class EngineView(NamedTuple):
         return self.state in (State.FAILED, State.LOST, State.UNHEALTHY) or self.failures > 0
 
     @property
+    def is_coming(self) -> bool:
+        """Its first attempt has a place and is on its way."""
+        return self.state in BOOT and self.attempt == 1 and not self.fails
+
+    @property
     def said(self) -> str:
         """What is the matter with it, and how often it was so."""
         if not self.failures or self.state in (State.LOST, State.UNHEALTHY):
@@ -56,6 +65,15 @@ class Condition(NamedTuple):
     """What is, what is awaited, what happens next."""
     ready: dict[Role, int]
     wanted: dict[Role, int]
+
+    @property
+    def serves(self) -> bool:
+        """Whether an engine that can answer clients is ready."""
+        return any(self.ready.get(role, 0) for role in ANSWERING)
+
+
+ANSWERING = (Role.DECODE, Role.AGGREGATED)
+"""Roles whose engines answer clients."""
 
 
 def derive(wanted: Mapping[Role, int], engines: Iterable[EngineView], *, deleting: bool = False) -> Condition:
@@ -75,15 +93,19 @@ def derive(wanted: Mapping[Role, int], engines: Iterable[EngineView], *, deletin
         if leaving:
             return condition(Status.STOPPED, f"Stopping: {len(leaving)} engines finish their requests.")
         return condition(Status.STOPPED, "Stopped: 0 replicas are wanted. Scale a pool up to serve.")
+    if not any(wanted.get(role, 0) for role in ANSWERING):
+        return condition(Status.NOT_SERVING, "Not serving: no decode engine is wanted. Scale decode up to serve.")
     missing = [e for e in engines if e.state not in (State.READY, State.DRAINING, State.STOPPING, State.STOPPED)]
     short = {role: count - counts[role] for role, count in wanted.items() if count > counts[role]}
     if not short:
         return condition(Status.READY, f"Serving with {_pools(counts)}.")
-    serves = counts.get(Role.DECODE, 0) > 0 or counts.get(Role.AGGREGATED, 0) > 0
+    serves = any(counts.get(role, 0) for role in ANSWERING)
     failed = [e for e in missing if e.fails]
     pending = [e for e in missing if e.state is State.PENDING]
     worst = failed or pending or missing
     why = worst[0].said if worst and worst[0].reason else "Engines are being created."
+    if serves and all(e.is_coming for e in missing):
+        return condition(Status.SCALING, f"Serving with {_pools(counts)}. {_scaling(short, wanted)}")
     if serves:
         return condition(Status.DEGRADED, f"Serving with {_shares(counts, wanted)}. {why}")
     hoped = [e for e in engines if e.suspect and e.role is not Role.PREFILL]
@@ -94,6 +116,15 @@ def derive(wanted: Mapping[Role, int], engines: Iterable[EngineView], *, deletin
     if pending:
         return condition(Status.WAITING, f"Not serving yet. {why}")
     return condition(Status.STARTING, f"Starting: {_shares(counts, wanted)} ready. {why}")
+
+
+def _scaling(short: Mapping[Role, int], wanted: Mapping[Role, int]) -> str:
+    parts = [
+        f"Scaling {role} to {wanted[role]}: {short[role]} {'engine is' if short[role] == 1 else 'engines are'} starting."
+        for role in Role
+        if role in short
+    ]
+    return " ".join(parts)
 
 
 def _pools(counts: Mapping[Role, int]) -> str:

@@ -31,6 +31,29 @@ def views(prefill: str, decode: str, reason: str = "because.") -> list[EngineVie
         (ONE_EACH, views("ready", "failed"), Status.FAILED, "decode-1: because."),
         (ONE_EACH, views("ready draining", "ready"), Status.READY, "Serving"),
         ({P: 1, D: 2}, views("ready", "ready pending"), Status.DEGRADED, "1 of 1 prefill and 1 of 2 decode"),
+        ({P: 1, D: 2}, views("ready", "ready failed"), Status.DEGRADED, "decode-2: because."),
+        ({P: 1, D: 2}, views("ready", "ready unhealthy"), Status.DEGRADED, "decode-2: because."),
+        ({P: 1, D: 3}, views("ready", "ready warming pending"), Status.DEGRADED, "decode-3: because."),
+        (
+            {P: 1, D: 2},
+            views("ready", "ready starting"),
+            Status.SCALING,
+            "Serving with 1 prefill and 1 decode. Scaling decode to 2: 1 engine is starting.",
+        ),
+        (
+            {P: 2, D: 3},
+            views("ready warming", "ready"),
+            Status.SCALING,
+            "Scaling prefill to 2: 1 engine is starting. Scaling decode to 3: 2 engines are starting.",
+        ),
+        (
+            {P: 1, D: 0},
+            views("ready", ""),
+            Status.NOT_SERVING,
+            "Not serving: no decode engine is wanted. Scale decode up to serve.",
+        ),
+        ({P: 1, D: 0}, views("failed", "draining"), Status.NOT_SERVING, "no decode engine is wanted"),
+        ({P: 0, D: 1}, views("", "ready"), Status.READY, "Serving with 0 prefill and 1 decode."),
         ({P: 0, D: 0}, [], Status.STOPPED, "Scale a pool up to serve."),
         ({P: 0, D: 0}, views("draining", "stopping"), Status.STOPPED, "Stopping: 2 engines"),
         (
@@ -71,6 +94,12 @@ def test_conditions(wanted: dict[Role, int], engines: list[EngineView], status: 
     assert words in condition.sentence
 
 
+@pytest.mark.parametrize(("attempt", "failures"), [(2, 0), (2, 1), (9, 3)])
+def test_an_engine_that_is_being_replaced_is_trouble_until_it_is_ready(attempt: int, failures: int) -> None:
+    again = EngineView(D, State.STARTING, "decode-1", "Loads the model.", attempt=attempt, failures=failures)
+    assert derive({P: 1, D: 2}, [*views("ready", "ready"), again]).status is Status.DEGRADED
+
+
 def test_deleting_comes_before_all_else() -> None:
     assert derive(ONE_EACH, views("ready", "failed"), deleting=True).status is Status.DELETING
 
@@ -92,6 +121,9 @@ def test_counts_and_status_agree(engines: list[tuple[Role, State]], prefill: int
         assert condition.ready[role] == sum((r, s) == (role, State.READY) for r, s in engines)
     assert condition.wanted == wanted
     assert condition.sentence.endswith(".")
+    assert condition.serves == (condition.ready[D] > 0)
+    if condition.status in (Status.READY, Status.SCALING):
+        assert condition.serves, "prefill alone answers nobody"
     if condition.status is Status.READY:
         assert all(condition.ready[role] >= count for role, count in wanted.items())
     if condition.status is Status.DEGRADED:

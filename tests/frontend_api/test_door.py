@@ -80,6 +80,16 @@ async def test_models(guarded: Site) -> None:
     assert (await ask(guarded.port, "/v1/models")).status == 401
 
 
+async def test_only_models_that_an_engine_can_answer_now_are_listed(guarded: Site) -> None:
+    await guarded.engine("p", Role.PREFILL)
+    guarded.publish(without=("a",))
+    assert (await ask(guarded.port, "/v1/models", **GOOD)).json["data"] == []
+    assert (await ask(guarded.port, "/ready")).status == 503
+    guarded.publish()
+    assert [model["id"] for model in (await ask(guarded.port, "/v1/models", **GOOD)).json["data"]] == ["m"]
+    assert (await ask(guarded.port, "/ready")).status == 200
+
+
 @pytest.mark.parametrize("path", ["org/team/m", "org%2Fteam%2Fm", "org/team%2fm"])
 async def test_model_ids_with_slashes(guarded: Site, path: str) -> None:
     """Case peer-S27."""

@@ -10,6 +10,7 @@ from django.utils import timezone
 
 from controlplane.access.models import ApiKey, AuditEntry
 from controlplane.access.roles import SYSTEM
+from controlplane.dashboards.fleet import summary
 from controlplane.deployments import loop, queries, services
 from controlplane.deployments.decide import NETWORK_HEALS
 from controlplane.deployments.models import Attempt, Deployment, Engine, Event
@@ -18,6 +19,7 @@ from controlplane.fleet.errors import Conflict, NotFound
 from controlplane.fleet.lifecycle import LIMITS, State, backoff_seconds
 from controlplane.fleet.model import EngineLoad, Phase, Role, Runtime
 from controlplane.fleet.wire import RouterStatus
+from controlplane.nodes import queries as node_queries
 from controlplane.nodes import services as node_services
 from controlplane.nodes.models import Node
 from tests.controlplane.core.scripted import GIB, OPERATOR, Fleet, facts
@@ -188,9 +190,12 @@ def test_scale_up_adds_engines_while_the_others_serve_on(fleet: Fleet) -> None:
     fleet.deploy_ready()
     before = {e.id for e in fleet.engines()}
     services.scale(actor=OPERATOR, name="demo", role=Role.DECODE, replicas=3)
+    calm = {"scaling", "ready"}
     for _ in range(10):
+        assert fleet.status() in calm, "what was asked for and is on its way is no trouble"
         fleet.step()
         assert {"decode-0", "prefill-0"} <= set(fleet.serving())
+    assert fleet.status() == "ready"
     assert fleet.serving() == ["decode-0", "decode-1", "decode-2", "prefill-0"]
     assert before < {e.id for e in fleet.engines()}
 
@@ -287,6 +292,20 @@ def test_zero_replicas_is_stopped_and_can_be_started_again(fleet: Fleet) -> None
     for role in (Role.PREFILL, Role.DECODE):
         services.scale(actor=OPERATOR, name="demo", role=role, replicas=1)
     fleet.until(lambda: fleet.status() == "ready")
+
+
+def test_prefill_alone_is_not_called_ready_and_routers_learn_why(fleet: Fleet) -> None:
+    fleet.join("a")
+    fleet.deploy_ready()
+    services.scale(actor=OPERATOR, name="demo", role=Role.DECODE, replicas=0)
+    fleet.until(lambda: fleet.serving() == ["prefill-0"])
+    condition = queries.deployment_row("demo").condition
+    assert (condition.status, condition.serves) == ("not-serving", False)
+    assert fleet.snapshot.deployments[0].status == condition.sentence
+    assert condition.sentence == "Not serving: no decode engine is wanted. Scale decode up to serve."
+    look, clauses = summary(queries.deployment_rows(), node_queries.node_rows())
+    assert (look.word, look.tone) == ("Not serving", "bad")
+    assert clauses[0].said == "does not serve: no decode engine is wanted."
 
 
 def test_scaling_down_stops_what_never_started(fleet: Fleet) -> None:
