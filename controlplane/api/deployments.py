@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from django.urls import path
-from drf_spectacular.utils import extend_schema
+from drf_spectacular.utils import PolymorphicProxySerializer, extend_schema
 from rest_framework.renderers import BaseRenderer, JSONRenderer
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -11,7 +11,7 @@ from rest_framework.response import Response
 from controlplane.api import requests, resources
 from controlplane.api.documents import JSONParser, YAMLParser, YAMLRenderer
 from controlplane.api.schema import CHANGES, DOCUMENT
-from controlplane.api.view import IF_MATCH, ApiView, etag
+from controlplane.api.view import IF_MATCH, ApiView, etag, would_stop
 from controlplane.deployments import queries, services
 from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.model import Role
@@ -23,6 +23,18 @@ BOTH_FORMS = {"application/json": DOCUMENT, "application/yaml": DOCUMENT}
 def _answer(name: str, status: int = 200) -> Response:
     row = queries.deployment_row(name)
     return etag(Response(resources.DeploymentResource(row).data, status=status), row.deployment.generation)
+
+
+CHANGED = PolymorphicProxySerializer(
+    component_name="DeploymentOrDryRun",
+    serializers=[resources.DeploymentResource, resources.AppliedResource],
+    resource_type_field_name=None,
+)
+"""The deployment after a change; after a dry run what would change and stop."""
+
+
+def _previewed(found: services.Applied) -> Response:
+    return Response(resources.AppliedResource({**found._asdict(), "dry_run": True, "deployment": None}).data)
 
 
 class Deployments(ApiView):
@@ -65,7 +77,7 @@ class DeploymentDetail(ApiView):
     )
     def put(self, request: Request, name: str) -> Response:
         """Make the deployment what the document says: create it, change it, or leave it alone."""
-        dry_run: bool = self.query(requests.DryRun)["dry_run"]
+        dry_run = self.dry_run()
         wanted = {"name": name, **self.body}
         if wanted["name"] != name:
             raise InvalidInput(f"name: the document says {wanted['name']!r}, the URL {name!r}", field="name")
@@ -76,6 +88,7 @@ class DeploymentDetail(ApiView):
             "created": applied.created,
             "changes": applied.changes,
             "needs_new_engines": applied.needs_new_engines,
+            "stops": applied.stops,
             "deployment": row,
         }
         response = Response(resources.AppliedResource(answer).data, status=201 if row and applied.created else 200)
@@ -84,15 +97,24 @@ class DeploymentDetail(ApiView):
     @extend_schema(
         operation_id="changeDeployment",
         request={"application/json": CHANGES, "application/yaml": CHANGES},
-        parameters=[IF_MATCH],
-        responses=resources.DeploymentResource,
+        parameters=[IF_MATCH, requests.DryRun],
+        responses=CHANGED,
     )
     def patch(self, request: Request, name: str) -> Response:
+        if self.dry_run():
+            found = services.preview(actor=self.actor, name=name, changes=self.body, generation=self.generation())
+            return _previewed(found)
         services.patch(actor=self.actor, name=name, changes=self.body, generation=self.generation())
         return _answer(name)
 
-    @extend_schema(operation_id="deleteDeployment", responses={202: resources.DeletingResource})
+    @extend_schema(
+        operation_id="deleteDeployment",
+        parameters=[requests.DryRun],
+        responses={200: resources.StopsResource, 202: resources.DeletingResource},
+    )
     def delete(self, request: Request, name: str) -> Response:
+        if self.dry_run():
+            return would_stop(services.deletion(actor=self.actor, name=name))
         services.delete(actor=self.actor, name=name)
         sentence = "Being deleted: its engines finish their requests and end."
         return Response(resources.DeletingResource({"name": name, "sentence": sentence}).data, status=202)
@@ -102,18 +124,15 @@ class DeploymentScale(ApiView):
     @extend_schema(
         operation_id="scaleDeployment",
         request=requests.Scale,
-        parameters=[IF_MATCH],
-        responses=resources.DeploymentResource,
+        parameters=[IF_MATCH, requests.DryRun],
+        responses=CHANGED,
     )
     def post(self, request: Request, name: str) -> Response:
         wanted = self.checked(requests.Scale)
-        services.scale(
-            actor=self.actor,
-            name=name,
-            role=Role(wanted["role"]),
-            replicas=wanted["replicas"],
-            generation=self.generation(),
-        )
+        pool = {"role": Role(wanted["role"]), "replicas": wanted["replicas"]}
+        if self.dry_run():
+            return _previewed(services.preview_scale(actor=self.actor, name=name, generation=self.generation(), **pool))
+        services.scale(actor=self.actor, name=name, generation=self.generation(), **pool)
         return _answer(name)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from django.urls import path
-from drf_spectacular.utils import extend_schema
+from drf_spectacular.utils import PolymorphicProxySerializer, extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 
@@ -11,7 +11,8 @@ from controlplane.access import audit, services
 from controlplane.access.limits import Limits
 from controlplane.access.roles import Role
 from controlplane.api import requests, resources
-from controlplane.api.view import ApiView
+from controlplane.api.view import ApiView, would_stop
+from controlplane.deployments import effects
 
 
 class Keys(ApiView):
@@ -44,8 +45,19 @@ class KeyDetail(ApiView):
             resources.KeyResource(services.limit_key(actor=self.actor, key_id=key_id, changes=changes)).data
         )
 
-    @extend_schema(operation_id="revokeKey", responses=resources.KeyResource)
+    @extend_schema(
+        operation_id="revokeKey",
+        parameters=[requests.DryRun],
+        responses=PolymorphicProxySerializer(
+            component_name="KeyOrDryRun",
+            serializers=[resources.KeyResource, resources.StopsResource],
+            resource_type_field_name=None,
+        ),
+    )
     def delete(self, request: Request, key_id: str) -> Response:
+        if self.dry_run():
+            self.actor.require(Role.ADMIN)
+            return would_stop(effects.of_revocation(services.get_key(key_id)))
         return Response(resources.KeyResource(services.revoke_key(actor=self.actor, key_id=key_id)).data)
 
 

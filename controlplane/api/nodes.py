@@ -9,8 +9,10 @@ from drf_spectacular.utils import extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 
+from controlplane.access.roles import Role
 from controlplane.api import requests, resources
-from controlplane.api.view import ApiView
+from controlplane.api.view import ApiView, would_stop
+from controlplane.deployments import effects
 from controlplane.nodes import queries, services
 
 
@@ -25,9 +27,14 @@ class NodeDetail(ApiView):
     def get(self, request: Request, name: str) -> Response:
         return Response(resources.NodeResource(queries.node_row(name)).data)
 
-    @extend_schema(operation_id="removeNode", responses={204: None})
+    @extend_schema(
+        operation_id="removeNode", parameters=[requests.DryRun], responses={200: resources.StopsResource, 204: None}
+    )
     def delete(self, request: Request, name: str) -> Response:
         """Take the node's access away and forget it."""
+        if self.dry_run():
+            self.actor.require(Role.ADMIN)
+            return would_stop(effects.of_node_removal(queries.node_row(name).node.name))
         services.remove(actor=self.actor, name=name)
         return Response(status=204)
 

@@ -118,7 +118,15 @@ class AppliedResource(serializers.Serializer[Any]):
     created = serializers.BooleanField()
     changes = ChangeResource(many=True)
     needs_new_engines = serializers.BooleanField(help_text="The change cannot reach running engines.")
+    stops = serializers.CharField(help_text="What stops answering by it, as a sentence; empty: nothing.")
     deployment = DeploymentResource(allow_null=True, help_text="Null in a dry run.")
+
+
+class StopsResource(serializers.Serializer[Any]):
+    """A dry run of what cannot be undone."""
+
+    dry_run = serializers.BooleanField(default=True)
+    stops = serializers.CharField(help_text="What stops by it, as a sentence; empty: nothing.")
 
 
 class DeletingResource(serializers.Serializer[Any]):

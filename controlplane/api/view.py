@@ -16,6 +16,7 @@ from rest_framework.views import APIView
 
 from controlplane.access.actors import actor_of
 from controlplane.access.roles import Actor
+from controlplane.api import requests, resources
 from controlplane.fleet.errors import InvalidInput
 
 IF_MATCH = OpenApiParameter(
@@ -44,6 +45,11 @@ class ApiView(APIView):
     def query(self, serializer: type[serializers.Serializer[Any]]) -> dict[str, Any]:
         """The query parameters as the serializer reads them."""
         return _checked(serializer, self.request.query_params.dict())
+
+    def dry_run(self) -> bool:
+        """Whether the change is only to be told: `?dry_run=1`."""
+        asked: bool = self.query(requests.DryRun)["dry_run"]
+        return asked
 
     def generation(self) -> int | None:
         """The generation in `If-Match`, None without one. Raises `InvalidInput`."""
@@ -78,6 +84,11 @@ def _checked(serializer: type[serializers.Serializer[Any]], data: Mapping[str, A
     bound = serializer(data=data)
     bound.is_valid(raise_exception=True)
     return bound.validated_data
+
+
+def would_stop(sentence: str) -> Response:
+    """The answer to a dry run of what cannot be undone."""
+    return Response(resources.StopsResource({"dry_run": True, "stops": sentence}).data)
 
 
 def etag(response: Response, generation: int) -> Response:

@@ -25,6 +25,8 @@ def parser() -> argparse.ArgumentParser:
     )
     apply.add_argument("--dry-run", action="store_true", help="show what would change, change nothing")
 
+    _add_yes(apply)
+
     get = commands.add_parser("get", help="show deployments, nodes, keys or events")
     get.add_argument("kind", choices=KINDS, metavar="|".join(KINDS))
     get.add_argument("name", nargs="?", metavar="NAME", help="only this one (events: of this deployment)")
@@ -34,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     scale.add_argument("name", metavar="NAME")
     for role in ("prefill", "decode", "aggregated"):
         scale.add_argument(f"--{role}", type=_between(0, MAX_REPLICAS), metavar="N")
+    _add_yes(scale)
 
     retry = commands.add_parser("retry", help="try failed engines again now, instead of after their back-off")
     retry.add_argument("target", metavar="DEPLOYMENT[/ENGINE]", help="NAME: all that failed; NAME/decode-0: this one")
@@ -49,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
     delete = commands.add_parser("delete", help="delete a deployment; its engines finish their requests first")
     delete.add_argument("name", metavar="NAME")
+    _add_yes(delete)
 
     keys = commands.add_parser("keys", help="create, list, limit, rotate and revoke API keys").add_subparsers(
         dest="action", required=True, metavar="create|list|limit|rotate|revoke"
@@ -77,6 +81,8 @@ def parser() -> argparse.ArgumentParser:
     )
     revoke = keys.add_parser("revoke", help="end a key for ever")
     revoke.add_argument("id", metavar="ID", help=_KEY_ID)
+    for ends in (rotate, revoke):
+        _add_yes(ends)
 
     token = commands.add_parser("join-token", help="a one-time token with which a node joins")
     token.add_argument("--hours", type=_between(1, 168), default=1, metavar="N", help="good for so long (default: 1)")
@@ -109,6 +115,10 @@ def _add_prefixes(command: argparse.ArgumentParser) -> None:
         "--seed", type=_between(0, (1 << 31) - 1), metavar="N", help="the same words again; default: new ones"
     )
     command.add_argument("--json", action="store_true", help="everything that was seen, as JSON")
+
+
+def _add_yes(command: argparse.ArgumentParser) -> None:
+    command.add_argument("-y", "--yes", action="store_true", help="do not ask, also where service stops")
 
 
 _KEY_ID = "tdm-ID-…: the part in the middle"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from controlplane.access.limits import BOUNDS, parse_limit
 from controlplane.cli import tables
 from controlplane.cli.client import Client, Refused
 from controlplane.cli.logs import show_logs
-from controlplane.fleet.errors import InvalidInput
+from controlplane.fleet.errors import InvalidInput, TandemError
 
 
 def apply(client: Client, arguments: argparse.Namespace) -> int:
@@ -23,10 +24,12 @@ def apply(client: Client, arguments: argparse.Namespace) -> int:
     refused = 0
     for document in _documents(arguments.file):
         name = document["name"]
-        query = {"dry_run": "1"} if arguments.dry_run else {}
         try:
-            answer = client.call("PUT", "deployments", name, body=document, **query)
-        except Refused as error:
+            answer = client.call("PUT", "deployments", name, body=document, dry_run="1")
+            if not arguments.dry_run:
+                _agree(arguments, answer["stops"])
+                answer = client.call("PUT", "deployments", name, body=document)
+        except (Refused, NotAgreed) as error:
             refused += 1
             print(f"tandem: {name}: {error.message}", file=sys.stderr)
         else:
@@ -58,7 +61,24 @@ def _applied(name: str, answer: dict[str, Any]) -> list[str]:
         return [f"{name}: unchanged"]
     engines = "; its engines start anew" if answer["needs_new_engines"] else ""
     changes = [f"  {c['field']}: {_short(c['old'])} -> {_short(c['new'])}" for c in answer["changes"]]
-    return [f"{name}: {would}changed{engines}", *changes]
+    stops = [f"  {answer['stops']}"] if answer["dry_run"] and answer["stops"] else []
+    return [f"{name}: {would}changed{engines}", *changes, *stops]
+
+
+class NotAgreed(TandemError):
+    """Somebody was asked and did not say yes, or nobody could be asked."""
+
+
+def _agree(arguments: argparse.Namespace, stops: str) -> None:
+    """Ask before something stops. Raises `NotAgreed`: nothing was changed."""
+    if not stops or arguments.yes:
+        return
+    if not sys.stdin.isatty():
+        raise NotAgreed(f"{stops} Nothing was changed; add --yes if you mean it")
+    print(stops, file=sys.stderr)
+    print("Go on? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise NotAgreed("nothing was changed")
 
 
 def _short(value: Any) -> str:
@@ -88,10 +108,14 @@ def scale(client: Client, arguments: argparse.Namespace) -> int:
         raise InvalidInput("say which pool: --prefill N, --decode N or --aggregated N")
     if len(wanted) == 1:
         ((role, replicas),) = wanted.items()
-        client.call("POST", "deployments", arguments.name, "scale", body={"role": role, "replicas": replicas})
+        change = partial(
+            client.call, "POST", "deployments", arguments.name, "scale", body={"role": role, "replicas": replicas}
+        )
     else:  # both or neither
         pools = {role: {"replicas": replicas} for role, replicas in wanted.items()}
-        client.call("PATCH", "deployments", arguments.name, body={"pools": pools})
+        change = partial(client.call, "PATCH", "deployments", arguments.name, body={"pools": pools})
+    _agree(arguments, change(dry_run="1")["stops"])
+    change()
     print(f"{arguments.name}: scaled to {' and '.join(f'{n} {role}' for role, n in wanted.items())}")
     return 0
 
@@ -109,6 +133,7 @@ def retry(client: Client, arguments: argparse.Namespace) -> int:
 
 
 def delete(client: Client, arguments: argparse.Namespace) -> int:
+    _agree(arguments, client.call("DELETE", "deployments", arguments.name, dry_run="1")["stops"])
     answer = client.call("DELETE", "deployments", arguments.name)
     print(f"{answer['name']}: {answer['sentence']}")
     return 0
@@ -146,6 +171,8 @@ def _limit_key(client: Client, arguments: argparse.Namespace) -> int:
 
 def _rotate_key(client: Client, arguments: argparse.Namespace) -> int:
     body = {"overlap_seconds": parse_overlap(arguments.overlap)}
+    if not body["overlap_seconds"]:
+        _agree(arguments, "The old secret ends at once: its clients are refused until they have the new one.")
     key = client.call("POST", "keys", arguments.id, "rotate", body=body)
     until = key["old_secret_works_until"]
     told = f"works until {until[:16].replace('T', ' ')} UTC" if until else "works no more"
@@ -155,6 +182,7 @@ def _rotate_key(client: Client, arguments: argparse.Namespace) -> int:
 
 
 def _revoke_key(client: Client, arguments: argparse.Namespace) -> int:
+    _agree(arguments, client.call("DELETE", "keys", arguments.id, dry_run="1")["stops"])
     key = client.call("DELETE", "keys", arguments.id)
     print(f"{key['id']} ({key['name']}): revoked")
     return 0

@@ -29,11 +29,10 @@ def scale(request: HttpRequest, name: str) -> HttpResponse:
         seen = int(sent["seen"]) if sent.get("seen") else None
     except ValueError:
         raise InvalidInput("replicas: give a pool and a whole number", field="replicas") from None
-    if "confirmed" not in sent:
-        changes = {"pools": {role.value: {"replicas": replicas}}}
-        if stops := services.preview(actor=actor, name=name, changes=changes).stops:
-            verb = f"Scale {role} to {replicas}"
-            return ask(request, title=f"{verb}?", sentence=stops, button=verb, target="#deployment", swap="innerMorph")
+    stops = services.preview_scale(actor=actor, name=name, role=role, replicas=replicas).stops
+    if stops and "confirmed" not in sent:
+        verb = f"Scale {role} to {replicas}"
+        return ask(request, title=f"{verb}?", sentence=stops, button=verb, target="#deployment", swap="innerMorph")
     services.scale(actor=actor, name=name, role=role, replicas=replicas, seen=seen)
     if is_htmx(request):
         return overview(request, queries.deployment_row(name), only_live=True)

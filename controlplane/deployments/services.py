@@ -90,10 +90,22 @@ def preview(*, actor: Actor, name: str, changes: Mapping[str, Any], generation: 
     """What `patch` would do with these changes, and what would stop by it. Changes nothing. Raises as `patch` does."""
     actor.require(Access.OPERATOR)
     row = _existing(name, generation)
-    old, wanted = spec_of(row.intent), _patched(row, changes)
-    found = _changes(spec.document(old), spec.document(wanted))
+    return _told_only(row, _patched(row, changes))
+
+
+@transaction.atomic
+def preview_scale(*, actor: Actor, name: str, role: Role, replicas: int, generation: int | None = None) -> Applied:
+    """The same of `scale`."""
+    actor.require(Access.OPERATOR)
+    row = _existing(name, generation)
+    return _told_only(row, spec_of(row.intent).with_replicas(role, replicas))
+
+
+def _told_only(row: Deployment, wanted: DeploymentSpec) -> Applied:
+    old = spec_of(row.intent)
+    changes = _changes(spec.document(old), spec.document(wanted))
     stops = effects.of_change(old, wanted, serving=effects.is_serving(row))
-    return Applied(False, found, wanted.engine_part() != old.engine_part(), row, stops)
+    return Applied(False, changes, wanted.engine_part() != old.engine_part(), row, stops)
 
 
 @transaction.atomic

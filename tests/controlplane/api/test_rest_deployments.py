@@ -8,8 +8,11 @@ import pytest
 import yaml
 from django.test import Client
 
+from controlplane.access import services as access
 from controlplane.access.models import AuditEntry
+from controlplane.access.roles import SYSTEM
 from controlplane.deployments.models import Deployment, Event
+from controlplane.nodes.models import Node
 from tests.controlplane.api.rest_world import DOCUMENT, ENGINE, call, refusal
 
 
@@ -79,6 +82,33 @@ def test_a_dry_run_tells_and_changes_nothing(admin: Client, world: Deployment) -
     assert (created.status_code, created.json()["created"]) == (200, True)
     assert Deployment.objects.get().generation == 1
     assert (AuditEntry.objects.count(), Event.objects.count()) == before
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "says"),
+    [
+        ("POST", "deployments/demo/scale", {"role": "decode", "replicas": 0}, "until decode is scaled up again"),
+        ("POST", "deployments/demo/scale", {"role": "prefill", "replicas": 0}, ""),
+        ("PATCH", "deployments/demo", {"pools": {"decode": {"replicas": 0}}}, "until decode is scaled up again"),
+        ("PATCH", "deployments/demo", {"max_model_len": 512}, "until the first new engine is ready"),
+        ("PATCH", "deployments/demo", {"routing": {"mode": "random"}}, ""),
+        ("PUT", "deployments/demo", scaled(1, 0), "until decode is scaled up again"),
+        ("DELETE", "deployments/demo", None, "Nobody will answer requests for demo any more"),
+        ("DELETE", "nodes/n1", None, "demo until its engines run on another node"),
+        ("DELETE", "keys/KEY", None, "It is the last key that opens the endpoint"),
+    ],
+)
+def test_a_dry_run_says_what_would_stop(
+    admin: Client, world: Deployment, method: str, path: str, body: Any, says: str
+) -> None:
+    key, _ = access.create_key(actor=SYSTEM, name="app", scope="inference", models=["demo"])
+    answer = call(admin, method, f"{path.replace('KEY', key.pk)}?dry_run=1", body)
+    assert answer.status_code == 200, answer.content
+    stops = answer.json()["stops"]
+    assert says in stops if says else stops == ""
+    assert (Deployment.objects.get().generation, Deployment.objects.get().deleting_since) == (1, None)
+    assert Node.objects.exists()
+    assert access.get_key(key.pk).works()
 
 
 @pytest.mark.parametrize(

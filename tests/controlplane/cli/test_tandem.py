@@ -111,7 +111,10 @@ def test_get_shows_tables_and_json(apply: Any, tandem: Tandem, web: Any) -> None
 
 def test_scale_one_pool_or_both(apply: Any, tandem: Tandem) -> None:
     apply(document("wide"))
-    done = tandem("scale", "wide", "--prefill", "2", "--decode", "0")
+    asked = tandem("scale", "wide", "--prefill", "2", "--decode", "0")
+    said = "Nobody will answer requests for wide until decode is scaled up again."
+    assert asked == (1, "", f"tandem: {said} Nothing was changed; add --yes if you mean it\n")
+    done = tandem("scale", "wide", "--prefill", "2", "--decode", "0", "--yes")
     assert done == (0, "wide: scaled to 2 prefill and 0 decode\n", "")
     wanted = json.loads(tandem("get", "deployments", "wide", "-o", "json").out)["condition"]["wanted"]
     assert wanted == {"prefill": 2, "decode": 0}
@@ -124,7 +127,9 @@ def test_scale_one_pool_or_both(apply: Any, tandem: Tandem) -> None:
 
 def test_delete(apply: Any, tandem: Tandem) -> None:
     apply(document("gone"))
-    assert tandem("delete", "gone").out.startswith("gone: Being deleted")
+    asked = tandem("delete", "gone")
+    assert (asked.code, "Nobody will answer requests for gone any more." in asked.err) == (1, True)
+    assert tandem("delete", "gone", "--yes").out.startswith("gone: Being deleted")
     missing = tandem("delete", "never")
     assert (missing.code, missing.out) == (1, "")
     assert "never" in missing.err
@@ -144,7 +149,7 @@ def test_keys_are_made_used_and_revoked(tandem: Tandem, monkeypatch: pytest.Monk
         refused = tandem("keys", "create", "--name", "more", "--scope", "manage", "--role", "admin")
         assert (refused.code, refused.out) == (1, "")
         assert "needs the role admin" in refused.err
-    assert tandem("keys", "revoke", key.split("-")[1]).code == 0
+    assert tandem("keys", "revoke", key.split("-")[1], "--yes").code == 0
     monkeypatch.setenv("TANDEM_API_KEY", key)
     assert "not valid" in tandem("get", "nodes").err
 
@@ -161,7 +166,7 @@ def test_keys_are_limited_listed_and_rotated(tandem: Tandem) -> None:
     assert rotated.out.strip() != made
     assert "works until 20" in rotated.err
     assert "active, two secrets" in next(x for x in tandem("keys", "list").out.splitlines() if x.startswith(key))
-    assert "works no more" in tandem("keys", "rotate", key, "--overlap", "0").err
+    assert "works no more" in tandem("keys", "rotate", key, "--overlap", "0", "--yes").err
     listed = json.loads(tandem("keys", "list", "-o", "json").out)["items"]
     assert next(item for item in listed if item["id"] == key)["tokens_per_minute"] == 20_000
 
