@@ -26,10 +26,12 @@ from frontend_api.kv.evidence import Cache, Prompt, Standing
 from frontend_api.legs import AnswerLeg, PrefillLeg
 from frontend_api.limits import answers, charges
 from frontend_api.limits.answers import Refusal
+from frontend_api.limits.charges import BYTES_PER_TOKEN
 from frontend_api.limits.use import Hold
 from frontend_api.observe import explain
 from frontend_api.observe.account import Account
 from frontend_api.observe.decisions import Kept
+from frontend_api.routing.costs import ANSWER_TOKENS, Need
 from frontend_api.routing.outcomes import DOUBT_SECONDS
 from frontend_api.routing.view import Deployment
 from frontend_api.routing.waiting import Place
@@ -172,9 +174,17 @@ class Exchange:
             router.loads,
             queued,
             router.outcomes,
+            self._need(),
         )
         self._flow = serving.steps()
         self.advance(None)
+
+    def _need(self) -> Need:
+        if not self.endpoint.generates:
+            return flow.NOTHING
+        prompt, limit = self._prompt, self._ask.limit
+        tokens = prompt.tokens if prompt is not None else len(self.request.body) // BYTES_PER_TOKEN
+        return Need(tokens, ANSWER_TOKENS if limit is None or limit > ANSWER_TOKENS else limit)
 
     def _look_up(self, cache: Cache | None, tokens: array[int] | None) -> Prompt | None:
         """What the engines have of it now; None: its tokens are not known, or not those of this tokenizer."""

@@ -26,7 +26,7 @@ from frontend_api.formats.openai import Problem, Usage, cached_at_prefill, side_
 from frontend_api.http.upstream import Broken
 from frontend_api.kv.evidence import Prompt
 from frontend_api.routing.choice import Choice, choose, explain_costs
-from frontend_api.routing.costs import Weighed, fetched
+from frontend_api.routing.costs import Need, Weighed, fetched
 from frontend_api.routing.loads import Loads
 from frontend_api.routing.outcomes import OVERLOAD, Failure, Outcomes, computed_itself
 from frontend_api.routing.reason import Reason
@@ -61,6 +61,8 @@ MAX_STRIKES = 2
 _ELSEWHERE_UNKNOWN = (Reason.STORED_RESPONSE, Reason.RELAYED)
 """Requests that may rightly be of something that is not there."""
 _UNREACHED = (Broken.CONNECT, Broken.CONNECT_TIMEOUT)
+NOTHING = Need()
+"""Of KV."""
 
 Flow = Generator[Step, Outcome, Verdict]
 
@@ -129,7 +131,8 @@ class Reader:
 
     __slots__ = ("_ahead", "_began_at", "_clock", "_engine", "_prompt", "_read", "load")
 
-    def __init__(self, engine: Engine, prompt: Prompt | None, clock: Callable[[], float]) -> None:
+    def __init__(self, engine: Engine, prompt: Prompt | None, clock: Callable[[], float], kv: int) -> None:
+        """`kv`: tokens of KV that it needs there."""
         self._engine = engine
         self._prompt = prompt
         self._clock = clock
@@ -140,7 +143,7 @@ class Reader:
             self._ahead = engine.queued + engine.others_queued + lacking
             self._began_at = clock()
             prompt.sent(engine, self._began_at)
-        self.load = carrying(engine, lacking)
+        self.load = carrying(engine, lacking, kv)
 
     def __enter__(self) -> carrying:
         return self.load.__enter__()
@@ -169,11 +172,12 @@ class Serving:
     `alone`: why it must not be disaggregated. `clock`: monotonic seconds. `prompt`: its tokens and where they lie, if known.
     `session`: what it shares with those that are to go the same way. `loads`: of the other routers, to be looked at again
     where engines have limits. `queued`: others wait already, it is to wait behind them. `outcomes`: told how each leg went.
+    `need`: of KV.
     """
 
     __slots__ = (
-        "alone", "at", "avoid", "clock", "deployment", "fresh", "given", "legs", "loads", "outcomes", "planned", "prompt", "queued",
-        "session", "source", "struck", "trace", "unable", "verdict",
+        "alone", "at", "avoid", "clock", "deployment", "fresh", "given", "legs", "loads", "need", "outcomes", "planned", "prompt",
+        "queued", "session", "source", "struck", "trace", "unable", "verdict",
     )  # fmt: skip
 
     def __init__(
@@ -187,6 +191,7 @@ class Serving:
         loads: Loads | None = None,
         queued: bool = False,
         outcomes: Outcomes | None = None,
+        need: Need = NOTHING,
     ) -> None:
         self.deployment = deployment
         self.alone = alone
@@ -197,6 +202,7 @@ class Serving:
         self.loads = loads
         self.queued = queued
         self.outcomes = outcomes if outcomes is not None else Outcomes()
+        self.need = need
         self.avoid: set[Engine] = set()
         self.unable: set[Engine] = set()
         """Of these: not reached, or without an answer though they had no KV to fetch."""
@@ -298,11 +304,11 @@ class Serving:
         if self.outcomes.left_out:
             trace.left_out = self.outcomes.left_out
         if trace.explain:
-            trace.weighed = explain_costs(self.deployment, choice, now=self.clock(), avoid=self.avoid)
+            trace.weighed = explain_costs(self.deployment, choice, now=self.clock(), avoid=self.avoid, need=self.need)
 
     def _one_leg(self, engine: Engine, *, has_room: bool = False) -> Generator[Step, Outcome, bool]:
         """Returns whether the request is over, with `verdict`; so does the next. `has_room`: it had this request just now."""
-        reader = Reader(engine, self.prompt, self.clock)
+        reader = Reader(engine, self.prompt, self.clock, self._kv_at(engine, answers=True))
         with reader:
             if not has_room and self._crowded(engine):
                 self.queued = True
@@ -328,8 +334,11 @@ class Serving:
             if outcome is not None:
                 return self._gave_nothing(decode, outcome)
             decode.accepts()
-        reader = Reader(prefill, self.prompt, self.clock)
-        with reader, carrying(decode) as writing:  # decode is sure to be needed: count it at once
+        reader = Reader(prefill, self.prompt, self.clock, self._kv_at(prefill, answers=False))
+        with (
+            reader,
+            carrying(decode, kv=self._kv_at(decode, answers=True)) as writing,
+        ):  # decode is sure to be needed: count it at once
             if self._crowded(prefill, decode):
                 self.queued = True
                 return False
@@ -398,6 +407,7 @@ class Serving:
             if isinstance(answer, Began):
                 self._answered(decode)
                 reader.load.release()
+                writing.computed()
                 if prompt is not None and answer.token:
                     prompt.computed(decode, clock())
                 if answer.whole:
@@ -447,7 +457,11 @@ class Serving:
             prefill=prefill,
             prompt=self.prompt,
             session=self.session,
+            need=self.need,
         )
+
+    def _kv_at(self, engine: Engine, *, answers: bool) -> int:
+        return self.need.at(engine, self.prompt, answers=answers)
 
     def _crowded(self, *taken: Engine) -> bool:
         """Whether an engine just taken is over its limit, as another router took it at the same moment."""

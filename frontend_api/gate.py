@@ -168,6 +168,7 @@ class Router:
         self.outcomes.look(self.view, now)
         for sentence in self.outcomes.news():
             log.warning("%s", sentence)
+        self.loads.see_rooms(now)
         for exchange in list(self.exchanges):
             exchange.check(now)
         for engine in self.view.engines():

@@ -349,6 +349,8 @@ class RouterLoads(Struct, frozen=True):
     """The processes behind one port. Among themselves they see their loads faster."""
     loads: dict[str, tuple[int, int]] = {}
     """By `<engine id>:<attempt>`: requests, and prompt tokens that these wait for."""
+    kv: dict[str, int] = {}
+    """Likewise: KV tokens that requests took there since the engine told of its free KV, less what others gave back."""
 
 
 class Result(StrEnum):

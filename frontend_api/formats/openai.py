@@ -91,7 +91,7 @@ _encode = msgspec.json.encode
 class Ask:
     """What routing needs of one request."""
 
-    __slots__ = ("alone", "metadata", "metering", "model", "owned", "salt", "user")
+    __slots__ = ("alone", "limit", "metadata", "metering", "model", "owned", "salt", "user")
 
     def __init__(
         self,
@@ -99,6 +99,7 @@ class Ask:
         alone: Reason | None,
         salt: str | None,
         metering: bytes,
+        limit: int | None,
         user: Any,
         metadata: Raw,
         owned: bool,
@@ -111,6 +112,8 @@ class Ask:
         self.metering = metering
         """What the answering engine's body gets besides, so that the stream ends with its counts; empty: the client asked for
         them itself, or the endpoint has them anyway, or gives none."""
+        self.limit = limit
+        """The most tokens that its answer may have; None: left open, or not written as a whole number."""
         self.user = user
         self.metadata = metadata
         self.owned = owned
@@ -146,6 +149,7 @@ def read_request(endpoint: Endpoint, body: bytes) -> Ask:
         _alone(endpoint, fields),
         salt if isinstance(salt, str) else None,
         _metering(fields) if endpoint.counts_if_asked and bytes(fields.stream) == b"true" else b"",
+        _limit(endpoint, fields),
         fields.user,
         fields.metadata,
         owned,
@@ -161,6 +165,14 @@ def user_of(endpoint: Endpoint, ask: Ask) -> str | None:
         except msgspec.MsgspecError:  # the engine's to refuse
             return None
     return user if isinstance(user, str) and user else None
+
+
+def _limit(endpoint: Endpoint, fields: RequestFields) -> int | None:
+    limit = fields.max_output_tokens if endpoint.shape is Shape.RESPONSES else fields.max_tokens
+    if endpoint.shape is Shape.CHAT and fields.max_completion_tokens is not ABSENT:
+        limit = fields.max_completion_tokens
+    text = bytes(limit)
+    return int(text) if text.isdigit() and len(text) < 12 else None
 
 
 def _check_owned(fields: RequestFields) -> None:

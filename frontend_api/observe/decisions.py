@@ -63,6 +63,7 @@ class Candidate(Struct):
     transfer: float
     stalls: float
     streams: float
+    wait: float
 
 
 class Decision(Struct):
@@ -341,4 +342,5 @@ def _candidate(cost: Cost, record: RequestRecord) -> Candidate:
         transfer=cost.transfer,
         stalls=cost.stalls,
         streams=cost.streams,
+        wait=cost.wait,
     )

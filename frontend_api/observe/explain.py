@@ -60,7 +60,7 @@ def _candidates(costs: Sequence[Cost]) -> list[str]:
         found = sorted(group, key=lambda cost: cost.total)
         told += [
             f"{c.engine.id} {part} total={c.total:.6f} overlap={c.overlap} queue={c.queue:.6f} compute={c.compute:.6f} "
-            f"transfer={c.transfer:.6f} stalls={c.stalls:.6f} streams={c.streams:.6f}"
+            f"transfer={c.transfer:.6f} stalls={c.stalls:.6f} streams={c.streams:.6f} wait={c.wait:.6f}"
             for c in found[:MOST]
         ]
         if len(found) > MOST:

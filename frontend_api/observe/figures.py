@@ -144,6 +144,12 @@ GAUGES: dict[str, Metric] = {
         "1: requests or probes show that this pair's KV transfers fail: it gets none.",
         alike=True,
     ),
+    "engine_kv_room": Metric(
+        ("engine",),
+        "KV tokens that a new request can have at the engine at once: what it told last, less what requests took since. "
+        "Missing: not known, or older than 5 s.",
+        alike=True,
+    ),
     "engine_down": Metric(("engine",), "1: the last connection to the engine failed.", alike=True),
     "kv_state": Metric(
         ("deployment", "state"),

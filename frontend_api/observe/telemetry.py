@@ -244,6 +244,8 @@ class Telemetry:
         for engine in view.engines():
             gauges["in_flight"][engine.id, engine.spec.role] = engine.in_flight
             gauges["engine_overloaded"][engine.id,] = int(engine.health is Health.OVERLOADED)
+            if (room := engine.known_room) is not None:
+                gauges["engine_kv_room"][engine.id,] = max(room, 0)
             gauges["engine_down"][engine.id,] = int(engine.health is Health.DOWN)
             gauges["engine_failing"][engine.id,] = int(engine.fails)
         for present in view.deployments.values():

@@ -23,6 +23,7 @@ from frontend_api.http.upstream import Upstreams
 from frontend_api.kv.evidence import Evidence, TokenSource
 from frontend_api.kv.index import LIMIT
 from frontend_api.kv.listen import Follower, Unusable
+from frontend_api.kv.room import RoomReader
 from frontend_api.kv.save import SavedIndex
 from frontend_api.limits.counter import RedisCounter
 from frontend_api.limits.reserve import PATIENCE, KeyLimits
@@ -118,6 +119,7 @@ async def run(
     tasks.append(loop.create_task(Follower(evidence, partial(_tokenizer, _tokenizers(options)), saved).run()))
     if index == 0:  # the others know the same
         tasks.append(loop.create_task(saved.run()))
+        tasks.append(loop.create_task(RoomReader(view, router.loads, upstreams).run()))
     tasks.append(loop.create_task(TokenCheck(evidence, upstreams, telemetry.count_token_check).run()))
     if slots is not None and slots.count > 1:
         tasks.append(loop.create_task(decisions.run()))

@@ -5,6 +5,9 @@ of this one that it lacks and computes or fetches, the streams that run there an
 the sum, so a hot prefix moves on before its engine drowns. Reading the prompt elsewhere is one way to serve it; the cheapest
 is taken. Without tokens a mode is an order over the engines of one pool, and what can be disaggregated is.
 
+An engine that has not enough KV free for a request, as far as it told lately, would let it wait: whatever else speaks for it,
+it is taken only where no other that could be has enough. Round robin and random do not look at that.
+
 Ties go to the engine taken longest ago, so that a newcomer is not flooded. A session's requests stay together by a hash that
 every router computes alike: in an order they go to the session's engine until that carries clearly more than the others; by
 cost, where costs are as good as equal.
@@ -21,7 +24,7 @@ from xxhash import xxh3_64_intdigest
 
 from controlplane.fleet.wire import Disaggregate, RoutingMode
 from frontend_api.kv.evidence import CACHE_AWARE, Prompt
-from frontend_api.routing.costs import Part, Weighed, rows_of
+from frontend_api.routing.costs import Need, Part, Weighed, rows_of, waits_of
 from frontend_api.routing.reason import Reason
 from frontend_api.routing.view import Deployment, Engine, Health
 
@@ -60,7 +63,8 @@ SESSION_SLACK = 4
 
 _IN_MODE = (Reason.AGGREGATED, Reason.NO_PREFILL_POOL)
 """Reasons to be alone that are nothing special: what decided between several engines tells more."""
-_SESSIONS = (Reason.AFFINITY, Reason.SESSION_MOVED)
+_TELLING = (Reason.AFFINITY, Reason.SESSION_MOVED, Reason.ROOM_WINS)
+"""What tells more than the mode."""
 _REASONS = {
     RoutingMode.LEAST_LOAD: Reason.LEAST_LOAD,
     RoutingMode.ROUND_ROBIN: Reason.ROUND_ROBIN,
@@ -112,16 +116,26 @@ def usable(pool: Sequence[Engine], avoid: Collection[Engine], now: float) -> Seq
 class _Asked:
     """What decides between the engines of a pool, beside these."""
 
-    __slots__ = ("chance", "mode", "prompt", "session", "temperature")
+    __slots__ = ("chance", "mode", "need", "prompt", "session", "temperature")
 
     def __init__(
-        self, mode: RoutingMode, temperature: float, prompt: Prompt | None, session: bytes | None, chance: Chance
+        self,
+        mode: RoutingMode,
+        temperature: float,
+        prompt: Prompt | None,
+        session: bytes | None,
+        need: Need,
+        chance: Chance,
     ) -> None:
         self.mode = mode
         self.temperature = temperature
         self.prompt = prompt
         self.session = session
+        self.need = need
         self.chance = chance
+
+
+_NEEDS_NOTHING = Need()
 
 
 def choose(
@@ -133,12 +147,13 @@ def choose(
     prefill: Engine | None = None,
     prompt: Prompt | None = None,
     session: bytes | None = None,
+    need: Need = _NEEDS_NOTHING,
     chance: Chance = random,
 ) -> Choice:
     """Where a request goes. `alone`: why it must not be disaggregated. `prefill`: the engine that holds its KV already.
-    `session`: what it has in common with others that are to go the same way."""
+    `session`: what it has in common with others that are to go the same way. `need`: of KV."""
     policy = deployment.routing
-    asked = _Asked(policy.mode, policy.temperature, prompt, session, chance)
+    asked = _Asked(policy.mode, policy.temperature, prompt, session, need, chance)
     limit = policy.max_in_flight
     choice = _choose(deployment, asked, now, alone, avoid, prefill, limit)
     if limit is None or (choice.decode is not None and not choice.fallback):
@@ -192,29 +207,35 @@ def _choose(
 
 
 def explain_costs(
-    deployment: Deployment, choice: Choice, *, now: float, avoid: Collection[Engine] = ()
+    deployment: Deployment,
+    choice: Choice,
+    *,
+    now: float,
+    avoid: Collection[Engine] = (),
+    need: Need = _NEEDS_NOTHING,
 ) -> tuple[Weighed, ...]:
     """What a choice just made would have been weighed by: its own columns, or those of load where tokens are not known."""
     if choice.weighed or choice.decode is None:
         return choice.weighed
     answering = usable(deployment.answering, avoid, now)
     if choice.prefill is None:
-        return (_weighed(answering, Part.ALONE, None),)
+        return (_weighed(answering, Part.ALONE, None, need),)
     prefills = usable(deployment.prefill, avoid, now)
-    return _weighed(prefills, Part.PREFILL, None), _weighed(answering, Part.DECODE, None)
+    return _weighed(prefills, Part.PREFILL, None, need), _weighed(answering, Part.DECODE, None, need)
 
 
-def _weighed(engines: Sequence[Engine], part: Part, prompt: Prompt | None) -> Weighed:
-    return Weighed(engines, part, rows_of(engines, prompt), prompt)
+def _weighed(engines: Sequence[Engine], part: Part, prompt: Prompt | None, need: Need) -> Weighed:
+    waits = waits_of(engines, need, prompt, answers=part is not Part.PREFILL)
+    return Weighed(engines, part, rows_of(engines, prompt), prompt, waits)
 
 
 def _alone(answering: Sequence[Engine], asked: _Asked, reason: Reason, *, fallback: bool = False) -> Choice:
     """One engine reads and answers."""
     if asked.prompt is None:
-        taken, why = _first(answering, asked)
-        tells = reason in _IN_MODE and (asked.mode in CACHE_AWARE or why in _SESSIONS)
+        taken, why = _first(answering, asked, answers=True)
+        tells = reason in _IN_MODE and (asked.mode in CACHE_AWARE or why in _TELLING)
         return Choice(None, taken, why if tells else reason, fallback)
-    local = _weighed(answering, Part.ALONE, asked.prompt)
+    local = _weighed(answering, Part.ALONE, asked.prompt, asked.need)
     at, special = _pick(local, asked)
     if reason in _IN_MODE:
         reason = special or _why(local, at)
@@ -227,23 +248,38 @@ def _alone(answering: Sequence[Engine], asked: _Asked, reason: Reason, *, fallba
 def _pair_by_order(
     prefills: Sequence[Engine], answering: Sequence[Engine], asked: _Asked, broken: Collection[tuple[str, str]]
 ) -> Choice | None:
+    tight = None
     while prefills:
-        first, reason = _first(prefills, asked)
+        first, reason = _first(prefills, asked, answers=False)
         partners = [e for e in answering if (first.id, e.id) not in broken] if broken else answering
         if partners:
-            second, other = _first(partners, asked)
-            return Choice(first, second, _telling(reason, other))
+            second, other = _first(partners, asked, answers=True)
+            choice = Choice(first, second, _telling(reason, other))
+            if not broken or not waits_of((second,), asked.need, None, answers=True):
+                return choice
+            tight = tight or choice  # another prefill engine may have partners with room
         prefills = [engine for engine in prefills if engine is not first]
-    return None
+    return tight
 
 
-def _first(pool: Sequence[Engine], asked: _Asked) -> tuple[Engine, Reason]:
+def _first(pool: Sequence[Engine], asked: _Asked, *, answers: bool) -> tuple[Engine, Reason]:
+    mode = asked.mode
+    if len(pool) == 1:
+        return pool[0], _REASONS[mode]
+    if asked.session is not None or mode not in (RoutingMode.ROUND_ROBIN, RoutingMode.RANDOM):
+        waits = waits_of(pool, asked.need, None, answers=answers)
+        if waits and not all(waits):
+            roomy = [engine for engine, wait in zip(pool, waits, strict=True) if not wait]
+            engine, reason = _in_order(roomy, asked)
+            return engine, reason if engine is _in_order(pool, asked)[0] else Reason.ROOM_WINS
+    return _in_order(pool, asked)
+
+
+def _in_order(pool: Sequence[Engine], asked: _Asked) -> tuple[Engine, Reason]:
     if asked.session is not None and len(pool) > 1:
         return _of_session(pool, asked.session)
     mode = asked.mode
-    if len(pool) == 1:
-        engine = pool[0]
-    elif mode is RoutingMode.ROUND_ROBIN:
+    if mode is RoutingMode.ROUND_ROBIN:
         engine = min(pool, key=_by_turn)
     elif mode is RoutingMode.RANDOM:
         engine = pool[int(asked.chance() * len(pool))]
@@ -270,8 +306,8 @@ def _home(pool: Sequence[Engine], session: bytes) -> Engine:
 
 
 def _telling(first: Reason, second: Reason) -> Reason:
-    """The reason of a pair: prefill's, unless only decode's was the session's."""
-    return second if second in _SESSIONS and first not in _SESSIONS else first
+    """The reason of a pair: prefill's, unless only decode's tells more than the mode."""
+    return second if second in _TELLING and first not in _TELLING else first
 
 
 # ---- where tokens are known
@@ -289,14 +325,16 @@ def _pair_by_cost(
     """The cheapest way to serve a prompt. `held`: the prefill engine has computed it; only the answer is to be placed."""
     policy = deployment.routing
     rows = rows_of(answering, prompt)
-    read, fetch = _weighed(prefills, Part.PREFILL, prompt), Weighed(answering, Part.DECODE, rows, prompt)
+    waits = waits_of(answering, asked.need, prompt, answers=True)
+    read = _weighed(prefills, Part.PREFILL, prompt, asked.need)
+    fetch = Weighed(answering, Part.DECODE, rows, prompt, waits)
     broken = deployment.broken_pairs
     pair = _cheapest_pair(read, fetch, broken) if broken else None
     if broken and pair is None:
         return None
     weighed: tuple[Weighed, ...] = (read, fetch)
     if not held and policy.disaggregate is Disaggregate.AUTO:
-        local = Weighed(answering, Part.LOCAL, rows, prompt)
+        local = Weighed(answering, Part.LOCAL, rows, prompt, waits)
         weighed = (read, fetch, local)
         remote = read.totals[pair[0]] + fetch.totals[pair[1]] if pair else min(read.totals) + min(fetch.totals)
         if min(local.totals) < remote:
@@ -305,15 +343,26 @@ def _pair_by_cost(
     (one, first), (two, second) = _pick(read, asked), _pick(fetch, asked)
     if pair and (prefills[one].id, answering[two].id) in broken:
         (one, two), first, second = pair, None, None
-    reason = first or (second if second in _SESSIONS else None) or _why(read, one)
+    reason = first or (second if second in _TELLING else None) or _why(read, one)
     return Choice(prefills[one], answering[two], reason, False, weighed)
 
 
 def _pick(weighed: Weighed, asked: _Asked) -> tuple[int, Reason | None]:
     """A position in the pool, and why that if it is not simply the cheapest."""
-    totals, engines = weighed.totals, weighed.engines
+    totals, engines, waits = weighed.totals, weighed.engines, weighed.waits
     if len(totals) == 1:
         return 0, None
+    if not waits:
+        return _cheapest(totals, engines, asked)
+    roomy = [at for at, wait in enumerate(waits) if not wait]
+    if not roomy:
+        return _cheapest([bare + wait for bare, wait in zip(weighed.bare, waits, strict=True)], engines, asked)
+    at, special = _cheapest([totals[at] for at in roomy], [engines[at] for at in roomy], asked)
+    wanted = weighed.bare.index(min(weighed.bare))
+    return roomy[at], Reason.ROOM_WINS if waits[wanted] else special
+
+
+def _cheapest(totals: Sequence[float], engines: Sequence[Engine], asked: _Asked) -> tuple[int, Reason | None]:
     least = min(totals)
     if asked.session is not None:
         limit = least * NEAR + NEAR_SECONDS

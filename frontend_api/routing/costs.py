@@ -44,6 +44,53 @@ class Cost(NamedTuple):
     """The requests that run there and stand still while it computes."""
     streams: float
     """The requests that run there: about one step each."""
+    wait: float
+    """Until enough KV is free there: an estimate; 0: there is enough, or nobody knows."""
+
+
+ANSWER_TOKENS = 256
+"""Tokens of KV that are expected to be needed for an answer, unless the request asks for fewer."""
+LARGEST_BLOCK = 1_024
+"""Tokens."""
+NO_ROOM = 1e6
+"""Seconds that outweigh everything else: a request goes where it must wait for KV only if it would have to everywhere."""
+
+
+class Need:
+    """The KV that a request needs: `prompt`: tokens of it, estimated where not known; `answer`: tokens expected."""
+
+    __slots__ = ("answer", "prompt")
+
+    def __init__(self, prompt: int = 0, answer: int = 0) -> None:
+        self.prompt = prompt
+        self.answer = answer
+
+    def at(self, engine: Engine, prompt: Prompt | None, *, answers: bool) -> int:
+        """KV tokens that it takes from what is free at an engine. `answers`: it is answered there."""
+        lacking = self.prompt
+        if prompt is not None:
+            lacking = prompt.lacking(engine)
+        elif engine.spec.max_model_len:
+            lacking = min(lacking, engine.spec.max_model_len)
+        return lacking + (self.answer if answers else 0)
+
+
+def waits_of(engines: Sequence[Engine], need: Need, prompt: Prompt | None, *, answers: bool) -> Sequence[float]:
+    """Seconds that a request would wait at each engine for KV to become free, estimated from how many answers run there and how
+    long they take. Empty: it need not wait anywhere, as far as known."""
+    most = need.prompt + need.answer + LARGEST_BLOCK
+    for engine in engines:
+        if engine.room < most:
+            break
+    else:
+        return ()
+    waits = []
+    for engine in engines:
+        size = engine.spec.block_size or USUAL_BLOCK_SIZE
+        tokens = -(-need.at(engine, prompt, answers=answers) // size) * size
+        short = tokens - engine.room
+        waits.append(ANSWER_TOKENS * engine.step.pace * (1 / (engine.load + 1) + short / tokens) if short > 0 else 0.0)
+    return waits if any(waits) else ()
 
 
 def fetched(engine: Engine, prompt: Prompt) -> int:
@@ -69,14 +116,22 @@ def rows_of(engines: Sequence[Engine], prompt: Prompt | None) -> list[Row]:
 
 
 class Weighed:
-    """A pool weighed for one part of a request. `rows`: of its engines."""
+    """A pool weighed for one part of a request. `rows`: of its engines; `waits`: at each for KV, empty: at none."""
 
-    __slots__ = ("_fetches", "engines", "overlap", "part", "rows", "totals")
+    __slots__ = ("_fetches", "bare", "engines", "overlap", "part", "rows", "totals", "waits")
 
-    def __init__(self, engines: Sequence[Engine], part: Part, rows: Sequence[Row], prompt: Prompt | None) -> None:
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        part: Part,
+        rows: Sequence[Row],
+        prompt: Prompt | None,
+        waits: Sequence[float] = (),
+    ) -> None:
         self.engines = engines
         self.part = part
         self.rows = rows
+        self.waits = waits
         self.overlap = prompt.overlap if prompt is not None else None
         """Tokens of the prompt by engine. Not the prompt itself: costs outlive the request, and its hashes need not."""
         self._fetches: Sequence[float] = ()
@@ -91,6 +146,10 @@ class Weighed:
             self.totals = [(q + t + t * n) * r + n * s for q, t, r, n, s in rows]
         else:
             self.totals = [(q + t) * r + n * s for q, t, r, n, s in rows]
+        self.bare = self.totals
+        """Without what it would wait for KV."""
+        if waits:
+            self.totals = [t + w + NO_ROOM if w else t for t, w in zip(self.totals, waits, strict=True)]
 
     def costs(self) -> list[Cost]:
         """Each engine's, in the order of the pool."""
@@ -99,17 +158,19 @@ class Weighed:
         told = []
         for at, (engine, (queued, lacking, pace, load, step)) in enumerate(zip(self.engines, self.rows, strict=True)):
             compute = lacking * pace if computes else 0.0
+            wait = self.waits[at] if self.waits else 0.0
             told.append(
                 Cost(
                     engine=engine,
                     part=self.part,
-                    total=self.totals[at],
+                    total=self.bare[at] + wait,
                     overlap=overlap.get(engine, 0),
                     queue=queued * pace,
                     compute=compute,
                     transfer=0.0 if computes else self._fetches[at],
                     stalls=compute * load if stalls else 0.0,
                     streams=load * step,
+                    wait=wait,
                 )
             )
         return told

@@ -46,7 +46,9 @@ class Gossip:
         has = self._loads.said()
         if has == self._said and (not has or now - self._said_at < REPEAT_SECONDS):
             return False
-        await self._client.publish(LOADS_CHANNEL, encode(RouterLoads(self._router, self._loads.host, has)))
+        loads = {name: (requests, tokens) for name, (requests, tokens, _) in has.items()}
+        kv = {name: taken for name, (_, _, taken) in has.items() if taken}
+        await self._client.publish(LOADS_CHANNEL, encode(RouterLoads(self._router, self._loads.host, loads, kv)))
         self._said, self._said_at = has, now
         return True
 
@@ -58,7 +60,8 @@ class Gossip:
             log.warning("A message of another router cannot be read: %s", error)
             return
         if message.host != self._loads.host:
-            self._loads.hear(message.router, message.loads, now)
+            heard = {name: (*load, message.kv.get(name, 0)) for name, load in message.loads.items()}
+            self._loads.hear(message.router, heard, now)
             self._waiting.look()
 
     async def run_telling(self) -> None:

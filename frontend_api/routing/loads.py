@@ -38,10 +38,14 @@ _NAMES_SUM, _NAMES, _CLAIMS = 0, 1, 2
 """Head of a row: checksum and number of the names, and the claim of the first waiting request of each line, with the line."""
 _HEAD = _CLAIMS + 2 * LINES
 _VALUES = _HEAD + ENGINES
-_ROW = _VALUES + 2 * ENGINES
+_STRIDE = 3
+"""Values of one engine: requests, waiting prompt tokens, KV tokens taken since it told of its room."""
+_ROOMS = _VALUES + _STRIDE * ENGINES
+"""Two more of each: what an engine told of its free KV, in tokens, and when, in ms; 0: never."""
+_ROW = _ROOMS + 2 * ENGINES
 
-Heard = Mapping[str, tuple[int, int]]
-"""Requests and waiting prompt tokens by `label`."""
+Heard = Mapping[str, tuple[int, int, int]]
+"""The values of each engine, by `label`."""
 
 
 def label(engine: Engine) -> str:
@@ -52,6 +56,10 @@ def label(engine: Engine) -> str:
 def _name(engine: Engine) -> int:
     digest = blake2b(f"{label(engine)} {engine.spec.url}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
+
+
+def _room_of(cell: int) -> int:
+    return _ROOMS + 2 * ((cell - _VALUES) // _STRIDE)
 
 
 class Table:
@@ -90,6 +98,11 @@ class _Sibling:
         """Of the engines that its cells belong to; -1: an engine that is not known here."""
         self.loads: list[int] = []
 
+    @property
+    def current(self) -> bool:
+        """Its cells belong to the engines that they belonged to when it was read last."""
+        return self.row[_NAMES_SUM] == self._sum
+
     def look(self, positions: Mapping[int, int], *, anew: bool) -> bool:
         """Read the row. False: it says what it said before. `positions`: of engines by name; `anew`: they have changed."""
         row = self.row
@@ -98,7 +111,7 @@ class _Sibling:
             if crc32(names.tobytes()) == row[_NAMES_SUM]:  # else it is half written
                 self._sum = row[_NAMES_SUM]
                 self.positions = [positions.get(name, -1) for name in names]
-                self._values = row[_VALUES : _VALUES + 2 * len(names)]
+                self._values = row[_VALUES : _VALUES + _STRIDE * len(names)]
                 anew = True
         raw = self._values.tobytes()
         if raw == self._raw and not anew:
@@ -146,10 +159,12 @@ class Loads:
         present = set(self._engines)
         for engine in [e for e in cells if e not in present and not e.in_flight]:
             at = cells.pop(engine)
-            engine.cells, engine.cell = [0, 0], 0
-            row[at] = row[at + 1] = 0
+            engine.cells, engine.cell = [0] * _STRIDE, 0
+            row[at] = row[at + 1] = row[at + 2] = 0
+            room = _room_of(at)
+            row[room] = row[room + 1] = 0
         taken = set(cells.values())
-        free = (at for at in range(_VALUES, _ROW, 2) if at not in taken)
+        free = (at for at in range(_VALUES, _ROOMS, _STRIDE) if at not in taken)
         for engine in self._engines:
             if engine not in cells:
                 at = next(free, 0)
@@ -157,11 +172,11 @@ class Loads:
                     log.error("More than %d engines: the loads of %s are not shared.", ENGINES, engine.id)
                     continue
                 cells[engine] = at
-                row[at], row[at + 1] = engine.in_flight, engine.queued
+                row[at], row[at + 1], row[at + 2] = engine.in_flight, engine.queued, engine.kv
                 engine.cells, engine.cell = row, at
-        names = [0] * ((max(cells.values(), default=_VALUES - 2) - _VALUES) // 2 + 1)
+        names = [0] * ((max(cells.values(), default=_VALUES - _STRIDE) - _VALUES) // _STRIDE + 1)
         for engine, at in cells.items():
-            names[(at - _VALUES) // 2] = _name(engine)
+            names[(at - _VALUES) // _STRIDE] = _name(engine)
         for at, name in enumerate(names, _HEAD):
             row[at] = name
         row[_NAMES] = len(names)
@@ -197,19 +212,24 @@ class Loads:
     def _add_up(self) -> None:
         requests = [0] * (len(self._engines) + 1)  # the last one is for engines that are not known here
         tokens = requests[:]
+        taken = requests[:]
         for sibling in self._siblings:
             values = iter(sibling.loads)
-            for at, have, wait in zip(sibling.positions, values, values, strict=False):
-                if have:  # most have nothing at most engines
+            for at, have, wait, kv in zip(sibling.positions, values, values, values, strict=False):
+                if have or kv:  # most have nothing at most engines
                     requests[at] += have
                     tokens[at] += wait
+                    taken[at] += kv
         for _, heard in self._abroad.values():
-            for name, (have, wait) in heard.items():
+            for name, (have, wait, kv) in heard.items():
                 at = self._labels.get(name, -1)
                 requests[at] += have
                 tokens[at] += wait
+                taken[at] += kv
         for at, engine in enumerate(self._engines):
             engine.others, engine.others_queued = requests[at], tokens[at]
+            if taken[at] != engine.others_kv:
+                engine.others_take(taken[at])
 
     def hear(self, router: str, heard: Heard, now: float) -> None:
         """What a router of another host has: all of it, in place of what it said before."""
@@ -221,9 +241,33 @@ class Loads:
         self._add_up()
         self._next = 0.0
 
-    def said(self) -> dict[str, tuple[int, int]]:
+    def said(self) -> dict[str, tuple[int, int, int]]:
         """What this process has, for routers of other hosts."""
-        return {label(e): (e.in_flight, e.queued) for e in self._engines if e.in_flight or e.queued}
+        return {label(e): (e.in_flight, e.queued, e.kv) for e in self._engines if e.in_flight or e.queued or e.kv}
+
+    # ---- what engines tell of their free KV: one process of a host asks them, its siblings see the answers
+
+    def tell_room(self, engine: Engine, free: int, now: float) -> None:
+        """An engine has so many KV tokens free. `now`: monotonic, one clock for all processes of a host."""
+        engine.tells_room(free, now)
+        at = self._cells.get(engine)
+        if self._row is not None and at is not None:
+            room = _room_of(at)
+            self._row[room], self._row[room + 1] = free, int(now * 1_000)
+
+    def see_rooms(self, now: float) -> None:
+        """Take in what engines told a sibling since the last time. `now`: monotonic."""
+        if self._siblings:
+            self.look(now)  # whose cells are whose
+        for sibling in self._siblings:
+            row = sibling.row
+            if not sibling.current:
+                continue
+            for number, position in enumerate(sibling.positions):
+                room = _ROOMS + 2 * number
+                told_at = row[room + 1] / 1_000
+                if position >= 0 and told_at and told_at > self._engines[position].room_told_at + 0.001:
+                    self._engines[position].tells_room(row[room], told_at)
 
     # ---- requests that wait for room
 

@@ -19,6 +19,8 @@ class Reason(StrEnum):
     """No engine has any of the prompt: load decides."""
     NO_TOKENS = "no-tokens"
     """The prompt's tokens are not known: load alone decides."""
+    ROOM_WINS = "room-wins"
+    """The engine that costs the least otherwise, or has the least load or the session, has not enough KV free for it now."""
     AFFINITY = "affinity"
     """The engine of the request's session; in the KV modes: one of several that cost as good as the same."""
     SESSION_MOVED = "session-moved"

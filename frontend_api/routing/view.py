@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from itertools import count
+from math import inf
 from time import monotonic
 from types import TracebackType
 from typing import Protocol
@@ -35,6 +36,10 @@ LEAST_LEARNED = 256
 """Tokens; shorter prompts tell more of the way than of the engine."""
 LEAST_STEPS = 8
 """Tokens of an answer."""
+ROOM_SECONDS = 5.0
+"""After which what an engine told of its free KV is not known any more: neither that there is room nor that there is none."""
+UNKNOWN_ROOM = 1 << 60
+"""KV tokens: more than any request needs."""
 
 
 class Health(Enum):
@@ -70,13 +75,18 @@ class Engine:
         "freed",
         "health",
         "in_flight",
+        "kv",
+        "kv_pending",
         "last_taken",
         "others",
+        "others_kv",
         "others_queued",
         "pull",
         "queued",
         "read",
         "retry_at",
+        "room",
+        "room_told_at",
         "seed",
         "spec",
         "step",
@@ -90,8 +100,13 @@ class Engine:
         """Rises over all engines with each request taken: the smallest was taken longest ago."""
         self.queued = 0
         """Prompt tokens that these still have to have computed, as far as they are known."""
-        self.cells: Cells = [0, 0]
-        """Where `in_flight` and `queued` are shown to the other processes: at `cell` and behind it."""
+        self.kv = 0
+        """KV tokens that requests of this process took there since the engine told of its free KV, less what those that
+        ended since gave back."""
+        self.kv_pending = 0
+        """KV tokens of the requests of this process that the engine has not begun: its figures do not show them."""
+        self.cells: Cells = [0, 0, 0]
+        """Where `in_flight`, `queued` and `kv` are shown to the other processes: at `cell` and behind it."""
         self.cell = 0
         self.freed: Callable[[], None] | None = None
         """Told of each request that ends there, where requests may wait for that."""
@@ -99,6 +114,12 @@ class Engine:
         """Requests that other router processes have there, as far as known: `loads` writes it."""
         self.others_queued = 0
         """Prompt tokens that these still have to have computed."""
+        self.others_kv = 0
+        """What `kv` is of the other router processes."""
+        self.room = UNKNOWN_ROOM
+        """KV tokens that a new request can have there at once; far more than any needs while that is not known."""
+        self.room_told_at = -inf
+        """Monotonic time at which the engine told of its free KV; never, or too long ago: -inf."""
         self.read = Rate(USUAL_READ, LEAST_LEARNED)
         """Computing prompts."""
         self.pull = Rate(USUAL_PULL, LEAST_LEARNED)
@@ -127,6 +148,29 @@ class Engine:
     def load(self) -> int:
         """Requests that all routers have there."""
         return self.in_flight + self.others
+
+    @property
+    def known_room(self) -> int | None:
+        """KV tokens that a new request can have there at once; None: not known."""
+        return self.room if self.room_told_at > -inf else None
+
+    def tells_room(self, free: int, at: float) -> None:
+        """The engine has so many KV tokens free. `at`: monotonic."""
+        self.kv = self.kv_pending  # of those that it has begun its figure tells
+        self.cells[self.cell + 2] = self.kv
+        self.room_told_at = at
+        self.room = free - self.kv - self.others_kv
+
+    def takes(self, tokens: int) -> None:
+        """A request needs so many KV tokens there. Less than 0: it has ended."""
+        self.kv += tokens
+        self.cells[self.cell + 2] = self.kv
+        self.room -= tokens
+
+    def others_take(self, tokens: int) -> None:
+        """What `kv` of the other processes is now."""
+        self.room -= tokens - self.others_kv
+        self.others_kv = tokens
 
     def failed(self, now: float, *, hangs: bool, cause: str = "connect") -> None:
         """A connection could not be made, or broke before the first byte. `hangs`: it ran into a time limit."""
@@ -158,9 +202,12 @@ class Engine:
         self.retry_at = now + min(max(pause or OVERLOAD_PAUSE, OVERLOAD_PAUSE), LONGEST_OVERLOAD)
 
     def rest(self, now: float) -> None:
-        """Let an overload be over when its time has passed."""
+        """Let an overload be over when its time has passed, and forget what is too old."""
         if self.health is Health.OVERLOADED and self.retry_at <= now:
             self.health = Health.FAILING if self.fails else Health.UP
+        if -inf < self.room_told_at < now - ROOM_SECONDS:
+            self.room_told_at = -inf
+            self.room = UNKNOWN_ROOM - self.kv - self.others_kv
 
     def __repr__(self) -> str:
         return f"<Engine {self.spec.id} {self.health.value} in_flight={self.in_flight}>"
@@ -172,15 +219,19 @@ _turns = count(1)
 class carrying:
     """`with carrying(engine):` counts one request at the engine, from before the connection until the block is left.
 
-    `tokens` of its prompt are to be computed there; `computed` says that they are. `release` gives the load back early;
-    it is given back exactly once however the block ends.
+    `tokens` of its prompt are to be computed there, and it needs `kv` tokens of KV; `computed` says that the engine has
+    begun: the prompt is computed or fetched. `release` gives the load back early; it is given back exactly once however the
+    block ends.
     """
 
-    __slots__ = ("_engine", "_tokens")
+    __slots__ = ("_engine", "_kv", "_pending", "_tokens")
 
-    def __init__(self, engine: Engine, tokens: int = 0) -> None:
+    def __init__(self, engine: Engine, tokens: int = 0, kv: int = 0) -> None:
         self._engine: Engine | None = engine
         self._tokens = tokens
+        self._kv = kv
+        self._pending = 0
+        """What of it the engine has not begun."""
 
     def __enter__(self) -> carrying:
         engine = self._engine
@@ -193,13 +244,22 @@ class carrying:
         engine.cells[engine.cell] = engine.in_flight
         if self._tokens:
             self._wait(engine, self._tokens)
+        if self._kv:
+            self._pending = self._kv
+            engine.kv_pending += self._kv
+            engine.takes(self._kv)
         engine.last_taken = next(_turns)
 
     def computed(self) -> None:
-        """The prompt has been read; the request stays."""
-        if self._engine is not None and self._tokens:
-            self._wait(self._engine, -self._tokens)
+        """The prompt is there; the request stays."""
+        engine = self._engine
+        if engine is None:
+            return
+        if self._tokens:
+            self._wait(engine, -self._tokens)
             self._tokens = 0
+        engine.kv_pending -= self._pending
+        self._pending = 0
 
     def move(self, engine: Engine) -> None:
         """The same request at another engine."""
@@ -214,6 +274,10 @@ class carrying:
             engine.cells[engine.cell] = engine.in_flight
             if self._tokens:
                 self._wait(engine, -self._tokens)
+            if self._kv:
+                engine.kv_pending -= self._pending
+                self._pending = 0
+                engine.takes(-self._kv)
             if engine.freed is not None:
                 engine.freed()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import sys
 import threading
 from array import array
@@ -23,6 +24,7 @@ from frontend_api.kv import sequence
 from frontend_api.kv.evidence import Cache, State
 from frontend_api.kv.knowledge import Knowledge, Trouble
 from frontend_api.kv.listen import Follower, Unusable
+from frontend_api.kv.room import RoomReader
 from tests.conftest import free_port
 from tests.frontend_api.client import Client, ask
 from tests.frontend_api.conftest import MakeSite, Site, until
@@ -172,10 +174,10 @@ MakeFleet = Callable[..., Awaitable[Fleet]]
 async def make_fleet(make_site: MakeSite) -> AsyncIterator[MakeFleet]:
     fleets: list[Fleet] = []
 
-    async def make(*names: str, policy: RoutingPolicy = KV) -> Fleet:
+    async def make(*names: str, policy: RoutingPolicy = KV, arguments: tuple[str, ...] = ()) -> Fleet:
         fleet = Fleet(await make_site())
         fleets.append(fleet)
-        await asyncio.gather(*(fleet.add(name) for name in names))
+        await asyncio.gather(*(fleet.add(name, *arguments) for name in names))
         fleet.site.publish(policy=policy)
         return fleet
 
@@ -187,6 +189,35 @@ async def make_fleet(make_site: MakeSite) -> AsyncIterator[MakeFleet]:
 def prompt(seed: int, blocks: int = 8) -> list[int]:
     draw = random.Random(seed)
     return [draw.randrange(300, 4_000) for _ in range(blocks * BLOCK + 5)]
+
+
+async def test_a_prompt_goes_where_it_need_not_wait_for_kv(make_fleet: MakeFleet) -> None:
+    """One engine has the prompt's KV and fewer requests, but a client of its own has nearly all the rest of its KV in use."""
+    fleet = await make_fleet("a0", "a1", arguments=("--kv-blocks", "400", "--itl-ms", "20"))
+    site = fleet.site
+    await fleet.exact()
+    wanted = prompt(1, blocks=60)
+    full = fleet.engines["a0"]
+    json = {"content-type": "application/json"}
+    await ask(full.port, "/v1/completions", {"model": "m", "prompt": wanted[: 9 * BLOCK], "max_tokens": 1}, **json)
+    await until(lambda: fleet.holds("a0") >= 8)
+    reader = RoomReader(site.view, site.router.loads, site.upstreams)
+    async with Client(full.port) as client:
+        body = {"model": "m", "prompt": prompt(2, blocks=360), "max_tokens": 400, "ignore_eos": True, "stream": True}
+        client.post("/v1/completions", body, **json)
+        await client.head()
+        assert b"data" in await client.chunk()
+        for mode in (RoutingMode.KV, RoutingMode.LEAST_LOAD):
+            site.publish(policy=RoutingPolicy(mode=mode))
+            await reader.one_round()
+            told = await fleet.ask(wanted)
+            assert (told["reason"], told["decode"]) == ("room-wins", "a1")
+            assert "a0 alone" in told["candidates"]
+            waits = dict(re.findall(r"(a\d) alone .*? wait=([0-9.]+)", told["candidates"]))
+            assert float(waits["a0"]) > 0 == float(waits["a1"])
+        text = (await ask(site.port, "/metrics", None)).body.decode()
+        assert re.search(r'engine_kv_room\{engine="a0"\} \d{1,3}\n', text)
+        assert re.search(r'engine_kv_room\{engine="a1"\} 6\d{3}\n', text)
 
 
 async def test_the_second_turn_goes_to_the_engine_of_the_first(make_fleet: MakeFleet) -> None:

@@ -130,8 +130,8 @@ def test_a_dead_process_has_no_load(table: Table) -> None:
 
 def test_routers_of_other_hosts_are_heard_until_they_fall_silent() -> None:
     one = Process(None).take("a", "b")
-    one.loads.hear("r1", {"a:1": (3, 100), "gone:1": (9, 9)}, 0.0)
-    one.loads.hear("r2", {"a:1": (1, 0), "b:1": (1, 0)}, 1.0)
+    one.loads.hear("r1", {"a:1": (3, 100, 0), "gone:1": (9, 9, 9)}, 0.0)
+    one.loads.hear("r2", {"a:1": (1, 0, 0), "b:1": (1, 0, 0)}, 1.0)
     assert one.others() == {"a": (4, 100), "b": (1, 0)}
     one.take("b", "a")
     assert one.others() == {"a": (4, 100), "b": (1, 0)}

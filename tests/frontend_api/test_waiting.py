@@ -196,7 +196,7 @@ async def test_those_who_need_another_pool_pass(make_site: MakeSite) -> None:
     both.append(asyncio.create_task(ask(site.port, CHAT, PROMPT)))
     await until(lambda: len(gate.waiting) == 3)
     site.publish(policy=policy(4))
-    site.router.loads.hear("elsewhere", {"p:1": (1, 0)}, monotonic())
+    site.router.loads.hear("elsewhere", {"p:1": (1, 0, 0)}, monotonic())
     await asking.ask("waits")
     assert (await ask(site.port, CHAT, SEVERAL)).status == 200
     assert waiting(site) == 1
