@@ -15,11 +15,12 @@ os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
 warnings.filterwarnings("ignore", message="StreamingHttpResponse must consume synchronous iterators")
 _http = get_asgi_application()
 
+from controlplane.door import Door  # noqa: E402
 from controlplane.live import websocket_urls  # noqa: E402  (needs the app registry)
 
 application = ProtocolTypeRouter(
     {
-        "http": _http,
+        "http": Door(_http),
         "websocket": AllowedHostsOriginValidator(AuthMiddlewareStack(URLRouter(websocket_urls))),
     }
 )

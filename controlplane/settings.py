@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import dj_database_url
 
+from controlplane.door import MOST_BYTES
 from controlplane.fleet import config
 from controlplane.fleet.addresses import bracketed
 
@@ -146,6 +147,10 @@ if CONFIG.public_url:
         SECURE_PROXY_SSL_HEADER = ("HTTP_X_FORWARDED_PROTO", "https")
         SESSION_COOKIE_SECURE = True
         CSRF_COOKIE_SECURE = True
+
+DATA_UPLOAD_MAX_MEMORY_SIZE = FILE_UPLOAD_MAX_MEMORY_SIZE = (
+    MOST_BYTES  # the door takes no more, and nothing goes to a file
+)
 
 LANGUAGE_CODE = "en"
 TIME_ZONE = "UTC"

@@ -9,6 +9,7 @@ from django.contrib.auth.models import User
 from django.db import transaction
 
 from controlplane.access import audit
+from controlplane.access.models import LoginAttempt
 from controlplane.access.roles import SYSTEM
 
 ADMIN = "admin"
@@ -29,5 +30,6 @@ def create_admin(*, reset: bool = False) -> str | None:
     user.is_superuser = user.is_staff = user.is_active = True
     user.set_password(password)
     user.save()
+    LoginAttempt.objects.filter(username=ADMIN).delete()  # whoever lost the password has tried it often
     audit.record(actor=SYSTEM, action="user.reset" if reset else "user.create", target=ADMIN)
     return password

@@ -90,12 +90,13 @@ class AuditEntry(models.Model):
         return f"{self.at:%F %T} {self.actor} {self.action} {self.target}"
 
 
-class FailedLogin(models.Model):
-    """One wrong password of the last minutes; see `login`."""
+class LoginAttempt(models.Model):
+    """One attempt of the last minutes to sign in that did not succeed, or is under way; see `login`."""
 
     at = models.DateTimeField(auto_now_add=True, db_index=True)
     username = models.CharField(max_length=150)
-    address = models.CharField(max_length=64)
+    place = models.CharField(max_length=64, db_index=True)
+    """The client's address, or `browser ` and the number of one that the user is known by."""
 
     def __str__(self) -> str:
-        return f"{self.username} from {self.address}"
+        return f"{self.username} from {self.place}"

@@ -7,6 +7,7 @@ from typing import Any
 from django.contrib.auth import views as auth
 from django.http import HttpResponse
 
+from controlplane.access.login import remember
 from controlplane.dashboards.page import first_start
 
 
@@ -16,6 +17,11 @@ class Login(auth.LoginView):
     template_name = "login.html"
     redirect_authenticated_user = True
     extra_context = {"title": "Sign in"}  # noqa: RUF012  (Django's own shape)
+
+    def form_valid(self, form: Any) -> HttpResponse:
+        response = super().form_valid(form)
+        remember(self.request, response, form.get_user().get_username())
+        return response
 
     def form_invalid(self, form: Any) -> HttpResponse:
         response = super().form_invalid(form)

@@ -150,7 +150,7 @@ def holder(address: str, port: int) -> str:
             ):
                 process = psutil.Process(connection.pid)
                 argv = process.cmdline()
-                if "controlplane.asgi:application" in argv or "frontend_api" in argv:
+                if "controlplane.web" in argv or "frontend_api" in argv:
                     home = process.environ().get("TANDEM_HOME", "")
                     return f"another Tandem{f', the one of the state folder {home},' if home else ''} (process {process.pid})"
                 return f"{process.name()} (process {process.pid})"

@@ -48,19 +48,12 @@ def programs(
     engines, then nothing is left to reconcile or to show.
     """
     web_address = f"{bracketed(config.bind)}:{config.web_port}"
-    proxy = (
-        ("--proxy-headers", "--forwarded-allow-ips", "127.0.0.1,::1") if config.public_url else ("--no-proxy-headers",)
-    )
     level = config.log_level
     no_hub = {"HF_TOKEN": "", "HF_TOKEN_FILE": ""}
     result = [
         Program(
             "web",
-            (
-                python, "-m", "uvicorn", "controlplane.asgi:application", "--host", config.bind,
-                "--port", str(config.web_port), "--no-server-header", "--no-access-log", "--lifespan", "off",
-                "--timeout-graceful-shutdown", "5", "--log-level", level, *proxy,
-            ),
+            (python, "-m", "controlplane.web"),
             stops=50,
             listens=f"http://{web_address}",
             environment=no_hub,

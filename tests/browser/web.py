@@ -34,6 +34,8 @@ class Web:
         self._environ = {
             **os.environ,
             "TANDEM_HOME": str(folder / "home"),
+            "TANDEM_WEB_PORT": str(self.port),
+            "TANDEM_LOG_LEVEL": "warning",
             "REDIS_URL": redis.url,
             "DJANGO_SETTINGS_MODULE": "controlplane.settings",
             "PYTHONPATH": str(ROOT),
@@ -47,10 +49,10 @@ class Web:
 
     def serve(self) -> None:
         """Start the web process alone; the database is as it was."""
-        command = [sys.executable, "-m", "uvicorn", "controlplane.asgi:application", "--port", str(self.port)]
+        command = [sys.executable, "-m", "controlplane.web"]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*command, "--lifespan", "off", "--log-level", "warning"],
+                command,
                 cwd=ROOT,
                 env=self._environ,
                 stdout=log,

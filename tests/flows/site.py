@@ -60,7 +60,7 @@ class Site:
     def command(self, name: str) -> list[str]:
         python = sys.executable
         return {
-            "web": [python, "-m", "uvicorn", "controlplane.asgi:application", "--port", str(self.web_port)],
+            "web": [python, "-m", "controlplane.web"],
             "controller": [
                 *(python, "-m", "celery", "-A", "controlplane.celery", "worker", "--queues", "control"),
                 *("--pool", "threads", "--concurrency", "2", "--without-gossip", "--without-mingle"),

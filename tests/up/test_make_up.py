@@ -249,7 +249,7 @@ def test_sigterm_stops_everything_in_order_and_leaves_nothing(up: MakeUp) -> Non
 
 def test_asked_twice_it_ends_at_once(up: MakeUp) -> None:
     up.start()
-    (web,) = up.find("controlplane.asgi:application")
+    (web,) = up.find("controlplane.web")
     agent = next(p for p in up.find("-m workers") if "--join" in p.cmdline())
     for process in (web, agent):
         process.suspend()  # it will not stop by being asked

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from supervisor.options import ServerOptions
 
+from controlplane import web
 from controlplane.fleet.addresses import reachable
 from controlplane.fleet.config import VARIABLES, Config
 from controlplane.up.programs import environment, programs, supervisord
@@ -25,18 +26,16 @@ def made(tmp_path: Path, **settings: object) -> tuple[StateFolder, dict[str, tup
 
 
 def test_all_of_them_bind_loopback_unless_told_otherwise(tmp_path: Path) -> None:
-    _, argv = made(tmp_path)
-    assert argv["web"][argv["web"].index("--host") + 1] == "127.0.0.1"
+    assert web.options(Config())["host"] == "127.0.0.1"
+    assert web.options(Config(bind="10.0.0.5"))["host"] == "10.0.0.5"
     _, argv = made(tmp_path, bind="10.0.0.5")
-    assert argv["web"][argv["web"].index("--host") + 1] == "10.0.0.5"
     assert argv["agent"][-1] == "http://10.0.0.5:8000"
 
 
-def test_proxy_headers_are_believed_only_behind_a_proxy(tmp_path: Path) -> None:
-    assert "--no-proxy-headers" in made(tmp_path)[1]["web"]
-    web = made(tmp_path, public_url="https://tandem.example.com")[1]["web"]
-    assert "--proxy-headers" in web
-    assert web[web.index("--forwarded-allow-ips") + 1] == "127.0.0.1,::1"
+def test_proxy_headers_are_believed_only_behind_a_proxy() -> None:
+    assert web.options(Config())["proxy_headers"] is False
+    behind = web.options(Config(public_url="https://tandem.example.com"))
+    assert (behind["proxy_headers"], behind["forwarded_allow_ips"]) == (True, "127.0.0.1,::1")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from io import StringIO
 from typing import Any
@@ -11,13 +13,14 @@ import pytest
 from django.contrib.auth import authenticate
 from django.contrib.auth.models import AnonymousUser, Group, User
 from django.core.management import CommandError, call_command
+from django.db import connection
 from django.test import Client, RequestFactory
 from django.utils import timezone
 
-from controlplane.access import services
+from controlplane.access import login, services
 from controlplane.access.actors import actor_of, role_of
-from controlplane.access.login import FAILURES, PAUSE
-from controlplane.access.models import ApiKey, AuditEntry, FailedLogin
+from controlplane.access.login import ATTEMPTS, COOKIE, FEW, PAUSE
+from controlplane.access.models import ApiKey, AuditEntry, LoginAttempt
 from controlplane.access.roles import SYSTEM, Actor, Role
 from controlplane.fleet.errors import Forbidden
 
@@ -104,28 +107,108 @@ def test_createkey_prints_the_key_alone() -> None:
         call_command("createkey", "--scope", "inference", "--name", "app", "--role", "admin", stdout=StringIO())
 
 
-def sign_in(password: str, address: str = "10.0.0.1") -> Any:
+def sign_in(password: str, address: str = "10.0.0.1", user: str = "ada", cookie: str = "") -> Any:
     request = RequestFactory().post("/login/", REMOTE_ADDR=address)
-    return authenticate(request, username="ada", password=password)
+    request.COOKIES = {COOKIE: cookie} if cookie else {}
+    return authenticate(request, username=user, password=password)
+
+
+def later() -> None:
+    LoginAttempt.objects.update(at=timezone.now() - PAUSE - timedelta(seconds=1))
 
 
 def test_guessing_a_password_pauses_that_user_at_that_address() -> None:
     User.objects.create_user("ada", password="right")
-    for _ in range(FAILURES):
+    for _ in range(ATTEMPTS):
         assert sign_in("wrong") is None
     assert sign_in("right") is None
     assert sign_in("right", address="10.0.0.2") is not None
-    FailedLogin.objects.update(at=timezone.now() - PAUSE - timedelta(seconds=1))
+    later()
     assert sign_in("right") is not None
-    assert not FailedLogin.objects.exists()
+    assert not LoginAttempt.objects.exists()
 
 
 def test_a_right_password_forgets_the_wrong_ones() -> None:
     User.objects.create_user("ada", password="right")
-    for _ in range(FAILURES - 1):
+    for _ in range(ATTEMPTS - 1):
         sign_in("wrong")
     assert sign_in("right") is not None
-    assert not FailedLogin.objects.exists()
+    assert not LoginAttempt.objects.exists()
+
+
+@pytest.mark.parametrize("of", ["one address for all users", "many addresses for one user", "one network of IPv6"])
+def test_guesses_are_bounded_and_lock_nobody_out(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    User.objects.create_user("ada", password="right")
+    monkeypatch.setattr(login, "GUESSED_AT", 20)
+    monkeypatch.setattr(login, "SPRAYED", 15)
+    looked: list[object] = []
+    monkeypatch.setattr(login.ModelBackend, "authenticate", lambda *_, **__: looked.append(1))
+    for number in range(60):
+        address = {
+            "one address for all users": "10.0.0.1",
+            "many addresses for one user": f"10.0.1.{number // 10}",
+        }.get(of, f"fd00:0:0:1::{number:x}")
+        assert sign_in("wrong", address, user=f"user{number}" if "all users" in of else "ada") is None
+    monkeypatch.undo()
+    wanted = {
+        "one address for all users": 15,
+        "many addresses for one user": 20 + 4 * FEW,
+        "one network of IPv6": ATTEMPTS,
+    }
+    assert len(looked) == wanted[of]
+    assert sign_in("right", "10.0.9.9") is not None, "an address that nobody has guessed from"
+
+
+def test_a_browser_that_signed_in_before_is_let_in_whoever_guesses(client: Client) -> None:
+    User.objects.create_user("ada", password="right")
+    assert client.post("/login/", {"username": "ada", "password": "right"}, REMOTE_ADDR="10.0.0.1").status_code == 302
+    cookie = client.cookies[COOKIE]
+    assert (cookie["httponly"], cookie["samesite"], bool(cookie["secure"])) == (True, "Lax", False)
+    for _ in range(3 * ATTEMPTS):
+        sign_in("wrong")
+        sign_in("wrong", cookie="forged:1tabc:signature")
+        sign_in("wrong", user="eve", cookie=cookie.value)
+    assert sign_in("right") is None
+    assert sign_in("right", cookie=cookie.value) is not None
+    for _ in range(ATTEMPTS):
+        assert sign_in("wrong", cookie=cookie.value) is None
+    assert sign_in("right", cookie=cookie.value) is None, "nor is it a way to guess"
+
+
+@pytest.mark.django_db(transaction=True)
+def test_attempts_at_once_count_like_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    User.objects.create_user("ada", password="right")
+    looked: list[int] = []
+    ready = threading.Barrier(16)
+    real = login.ModelBackend.authenticate
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        looked.append(1)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(login.ModelBackend, "authenticate", slow)
+
+    def guess(_: int) -> None:
+        ready.wait()
+        try:
+            for _ in range(3):
+                assert sign_in("wrong") is None
+        finally:
+            connection.close()
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(guess, range(16)))
+    sign_in("wrong")
+    assert 0 < len(looked) <= ATTEMPTS
+
+
+def test_a_new_password_from_the_shell_forgets_the_attempts() -> None:
+    call_command("createadmin", stdout=StringIO(), stderr=StringIO())
+    for _ in range(ATTEMPTS):
+        sign_in("wrong", user="admin")
+    renewed = StringIO()
+    call_command("createadmin", "--reset", stdout=renewed, stderr=StringIO())
+    assert sign_in(renewed.getvalue().strip(), user="admin") is not None
 
 
 def test_createkey_takes_limits() -> None:

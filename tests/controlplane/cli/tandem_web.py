@@ -44,6 +44,7 @@ class Web:
         self.env = {
             **os.environ,
             "TANDEM_HOME": str(home),
+            "TANDEM_WEB_PORT": str(port),
             "REDIS_URL": redis_url,
             "DJANGO_SETTINGS_MODULE": "controlplane.settings",
         }
@@ -59,7 +60,7 @@ class Web:
         return done.stdout.strip()
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "uvicorn", "controlplane.asgi:application", "--port", str(self.port)]
+        command = [sys.executable, "-m", "controlplane.web"]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(command, cwd=ROOT, env=self.env, stdout=log, stderr=log)
         until(lambda: _answers(self.url) or self._died(), "the web process answers")
