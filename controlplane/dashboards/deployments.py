@@ -11,6 +11,7 @@ from django.utils import timezone
 from django.views.decorators.http import require_GET
 
 from controlplane.dashboards import form, lanes, looks
+from controlplane.dashboards.connect import connect
 from controlplane.dashboards.page import page, signed_in
 from controlplane.deployments import effects, queries
 from controlplane.deployments.models import Revision
@@ -50,7 +51,10 @@ def _shape(row: DeploymentRow) -> str:
 def overview(request: HttpRequest, row: DeploymentRow, *, only_live: bool = False) -> HttpResponse:
     node_rows = {n.node.name: n for n in nodes.node_rows()}
     picture = lanes.picture(row, node_rows)
-    return tab_page(request, row, "overview", "deployments/overview_live.html", only_live, picture=picture)
+    reached = connect(request, row.deployment.served_name)
+    return tab_page(
+        request, row, "overview", "deployments/overview_live.html", only_live, picture=picture, connect=reached
+    )
 
 
 @signed_in

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from django.http import HttpRequest, HttpResponse
 
 from controlplane.dashboards import cards, figures, lanes, looks, words
+from controlplane.dashboards.connect import connect
 from controlplane.dashboards.events import recent
 from controlplane.dashboards.looks import Look
 from controlplane.dashboards.page import page, signed_in
@@ -195,5 +196,7 @@ def fleet(request: HttpRequest) -> HttpResponse:
         "more": max(len(rows) - MOST_CARDS, 0),
         "node_rows": node_rows,
         "events": recent(),
+        "connect": connect(request, next((row.deployment.served_name for row in rows if row.condition.serves), "")),
+        "serving": [row.deployment.served_name for row in rows if row.condition.serves],
     }
     return page(request, "fleet/page.html", context, live="fleet/live.html")

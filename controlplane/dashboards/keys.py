@@ -19,9 +19,10 @@ from controlplane.access.limits import UNLIMITED, Limits, changed, parse_limit
 from controlplane.access.models import ApiKey
 from controlplane.access.roles import Role
 from controlplane.dashboards.asking import ask, mistyped
+from controlplane.dashboards.connect import Connect, connect
 from controlplane.dashboards.looks import Look
 from controlplane.dashboards.page import is_htmx, page, signed_in
-from controlplane.deployments import effects
+from controlplane.deployments import effects, queries
 from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.wire import Scope
 
@@ -104,6 +105,7 @@ def _detail(
         "key": row,
         "line": line,
         "sentence": _sentence(line),
+        "connect": None if line.look.tone == "off" else _connect(request, row),
         "values": values,
         "errors": {str(refused.field): _told(refused)} if refused else {},
         "stops": effects.of_revocation(row),
@@ -170,9 +172,20 @@ def _create(request: HttpRequest) -> tuple[ApiKey, str]:
     )
 
 
+def _connect(request: HttpRequest, key: ApiKey) -> Connect | None:
+    """How to use the key; None: not at the OpenAI endpoint."""
+    if key.scope != Scope.INFERENCE:
+        return None
+    known = queries.served_names()
+    allowed = [name for name in known if name in key.models_allowed] or [*key.models_allowed, *known]
+    return connect(request, next(iter(allowed), ""))
+
+
 def _shown(request: HttpRequest, title: str, row: ApiKey, text: str, more: Mapping[str, Any]) -> HttpResponse:
     template = "keys/created.html" if is_htmx(request) else "keys/created_page.html"
-    answer = page(request, template, {"title": title, "key": row, "text": text, **more})
+    answer = page(
+        request, template, {"title": title, "key": row, "text": text, "connect": _connect(request, row), **more}
+    )
     answer.headers["Cache-Control"] = "no-store"
     return answer
 

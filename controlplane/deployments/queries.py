@@ -75,6 +75,12 @@ def deployment_rows() -> list[DeploymentRow]:
     return _rows(list(Deployment.objects.annotate(newest=Max("revisions__number")).order_by("name")))
 
 
+def served_names() -> list[str]:
+    """What clients may send as `model`, by deployment name; those that are being deleted are left out."""
+    found = Deployment.objects.filter(deleting_since=None).order_by("name")
+    return list(found.values_list("served_name", flat=True))
+
+
 def deployment_row(name: str) -> DeploymentRow:
     """Raises `NotFound`."""
     found = list(Deployment.objects.annotate(newest=Max("revisions__number")).filter(name=name))

@@ -135,6 +135,11 @@ def reachable(bind: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(bind, bracketed(bind))
 
 
+def is_loopback(bind: str) -> bool:
+    """Whether only programs of the same machine reach what listens there."""
+    return ipaddress.ip_address(bind).is_loopback
+
+
 def bracketed(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 

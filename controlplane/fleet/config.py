@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta, Struct
@@ -75,6 +76,19 @@ class Config(Struct, frozen=True, kw_only=True):
                     field="TANDEM_CACHE",
                 ) from None
         return _named("TANDEM_CACHE", _folder, f"{base}/tandem")
+
+    def openai_url(self, reached: str) -> str:
+        """Base URL of the OpenAI endpoint, as programs elsewhere reach it. `reached`: host (with port) by which whoever asks
+        reached the control plane; it counts where the router listens on every address.
+
+        Behind TANDEM_PUBLIC_URL the proxy serves /v1 too, unless that URL names the web server's own port.
+        """
+        public = urlsplit(self.public_url or f"http://{reached}")
+        if self.public_url and public.port != self.web_port:
+            return f"{self.public_url}/v1"
+        everywhere = self.public_url or self.bind in ("0.0.0.0", "::")
+        host = (public.hostname or "127.0.0.1") if everywhere else self.bind
+        return f"http://{addresses.bracketed(host)}:{self.openai_port}/v1"
 
     def engine_port_range(self) -> tuple[int, int]:
         low, _, high = self.engine_ports.partition("-")
