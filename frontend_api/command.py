@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import argparse
 import logging
+import resource
 import socket
 import sys
 from enum import StrEnum
 from pathlib import Path
 
-from controlplane.fleet import config
+from controlplane.fleet import addresses, config
 from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.spec import check_routing
 from controlplane.fleet.wire import Affinity, Disaggregate, OnPrefillFailure, RoutingMode, RoutingPolicy
 from frontend_api import standalone
 from frontend_api.http import vanished
-from frontend_api.http.cors import Origins
 from frontend_api.http.reading import Limits
 from frontend_api.processes.process import Options
 from frontend_api.processes.supervise import Supervisor
+
+OPEN_FILES = 65_536
 
 
 def parser() -> argparse.ArgumentParser:
@@ -164,13 +166,22 @@ def options(arguments: argparse.Namespace, settings: config.Config) -> Options:
 
 
 def _origins(arguments: argparse.Namespace, settings: config.Config) -> str:
-    """Raises `InvalidInput` naming the option or the variable."""
+    """Raises `InvalidInput`."""
     given: str | None = arguments.cors_origins
     if given is None:
-        Origins(settings.cors_origins, "TANDEM_CORS_ORIGINS")
         return settings.cors_origins
-    Origins(given, "--cors-origins")
-    return given
+    try:
+        return addresses.origins(given)
+    except InvalidInput as error:
+        raise InvalidInput(f"--cors-origins: {error.message}", field="cors_origins") from None
+
+
+def _open_more_files() -> None:
+    """A connection is a file, and what a login shell may open is soon used up. Nothing here uses `select`, which needs the bound."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -206,6 +217,7 @@ def main(argv: list[str] | None = None, *, compiled: bool = False) -> int:
         if not 1 <= processes <= 64:
             raise InvalidInput("--processes: choose 1 to 64", field="processes")
         host = arguments.host or settings.bind
+        _open_more_files()
         sock = bind(host, arguments.port if arguments.port is not None else settings.openai_port)
     except InvalidInput as error:
         print(f"frontend_api: {error.message}", file=sys.stderr)

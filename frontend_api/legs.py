@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MAX_REPLY = 256 << 20
 """Bytes of a reply that is not streamed."""
+MAX_PREFILL = 16 << 20
+"""The same of one token and its KV params."""
 MAX_ERROR = 1 << 20
 """The same of an error."""
 LONGEST_RETRY = 3_600.0
@@ -52,7 +54,7 @@ class PrefillLeg:
     def body(self, data: bytes, last: bool, framed: bytes = b"") -> None:
         self._parts.append(data)
         self._size += len(data)
-        if self._size > MAX_REPLY:
+        if self._size > MAX_PREFILL:
             _too_long(self._exchange)
 
     def ended(self) -> None:

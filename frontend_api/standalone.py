@@ -20,6 +20,7 @@ from controlplane.fleet.wire import (
     SnapshotEngine,
     decode,
 )
+from frontend_api.routing import intake
 
 
 def from_file(path: Path) -> FleetSnapshot:
@@ -38,6 +39,9 @@ def from_file(path: Path) -> FleetSnapshot:
         check_routing(deployment.routing, f"--fleet {path}: deployment {deployment.name}: routing.{{}}".format)
         for engine in deployment.engines:
             check_url(engine.url, f"--fleet {path}: engine {engine.id}")
+        _, trouble = intake.engines(deployment)
+        if trouble:
+            raise InvalidInput(f"--fleet {path}: {trouble[0]}", field="fleet")
     return snapshot
 
 
@@ -116,7 +120,11 @@ def _publisher(text: str) -> tuple[str, _Publisher]:
     told = dict(option.partition("=")[::2] for option in options)
     replay, ranks = told.pop("replay", None), told.pop("ranks", "1")
     addresses = (events,) if replay is None else (events, replay)
-    if told or not all(map(_is_publisher, addresses)) or not (ranks.isdecimal() and 1 <= int(ranks) <= 1_024):
+    if (
+        told
+        or not all(map(_is_publisher, addresses))
+        or not (ranks.isdecimal() and 1 <= int(ranks) <= intake.MOST_RANKS)
+    ):
         raise InvalidInput(
             f"--kv-events: {text!r} is not understood; write URL=tcp://HOST:PORT[,replay=tcp://HOST:PORT][,ranks=N]",
             field="kv_events",

@@ -17,6 +17,8 @@ REASONS = {
     "kv_in_lower_tier": "KV in CPU memory or on disk is not counted",
     "kv_rank_unknown": "several data-parallel ranks, and the engine itself chooses which one takes a request",
     "kv_events_disabled": "no KV events are published",
+    "kv_claims_refused": "what its node tells of its KV cannot be: a block size, a count or an address is out of bounds",
+    "kv_ranks_not_followed": "a router follows no more data-parallel ranks; engines with fewer come first",
     "kv_events_not_observed": "a prompt was computed, and no KV event told of it for 10 s: none come, or those of another engine",
     "kv_events_replay_only": "KV events come late, by replay alone: the publisher connects instead of binding, or the way to it is cut",
     "kv_events_gap": "KV events were lost for good; known in full again once all its KV has turned over",

@@ -16,6 +16,7 @@ from controlplane.fleet.errors import InvalidInput
 
 _UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,251}[a-z0-9_])?\.?", re.IGNORECASE)
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]{0,30}://(?:\[[0-9a-f:.]+\]|[a-z0-9_.-]{1,253})(?::[0-9]{1,5})?")
 _HALF_ENCODED = re.compile("%(?![0-9A-Fa-f]{2})")
 _REDIS_OPTIONS = {"db", "ssl_cert_reqs", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname"}
 _POSTGRES_OPTIONS = {
@@ -166,6 +167,20 @@ def host_names(text: str) -> str:
             raise InvalidInput(f"{one!r} is no host name; write names like tandem.example.com, without scheme and port")
         names.append("." + name if one.startswith(".") else name)
     return ",".join(names)
+
+
+def origins(text: str) -> str:
+    """`*`, `none`, or origins of web pages as browsers send them, comma separated."""
+    given = [one.strip().lower() for one in text.split(",")]
+    if given in (["*"], ["none"]):
+        return given[0]
+    for one in given:
+        if not _ORIGIN.fullmatch(one):
+            raise InvalidInput(
+                f"{one!r} is no origin; write *, none, or origins such as https://chat.example.com, with commas between them and no "
+                "path"
+            )
+    return ",".join(given)
 
 
 def port_range(text: str) -> str:

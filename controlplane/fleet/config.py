@@ -160,6 +160,7 @@ VARIABLES = (
         "cors_origins",
         "Web pages that may use the OpenAI-compatible endpoint: `*`, `none`, or origins as https://chat.example.com, comma "
         "separated.",
+        check=addresses.origins,
     ),
     Variable("TANDEM_REDIS_PORT", "redis_port", "Port of the embedded Redis; 0 chooses one and remembers it."),
     Variable("TANDEM_ROUTERS", "routers", "Router processes that share the OpenAI port."),

@@ -327,7 +327,7 @@ def read_params(reply: bytes) -> bytes | None:
     """The KV params of a prefill engine's reply; None: it gave none."""
     try:
         params = bytes(_prefill_reply.decode(reply).kv_transfer_params)
-        return params if params[:1] == b"{" and _object.decode(params) else None
+        return params if params[:1] == b"{" and len(params) <= MAX_PARAMS and _object.decode(params) else None
     except UNREADABLE:
         return None
 
@@ -353,6 +353,8 @@ def cached_at_prefill(params: bytes) -> int | None:
     return cached if type(cached) is int else None
 
 
+MAX_PARAMS = 4 << 20
+"""Bytes of KV params; those of a million tokens take a tenth."""
 _COUNTABLE = 1 << 40
 """A larger count is nonsense, and sums of such would be more than counters hold."""
 

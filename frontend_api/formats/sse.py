@@ -25,6 +25,7 @@ from frontend_api.formats.openai import (
 
 MAX_EVENT = 16 << 20
 """Bytes of one event; a stream with a longer one is broken."""
+MAX_FINGERPRINT = 512
 
 _TEXT = {
     Shape.CHAT: b'"delta"',
@@ -190,6 +191,8 @@ class EventReader:
             if not isinstance(fields.usage, dict):
                 return event + end
             self.fingerprint = bytes(fields.system_fingerprint)
+            if len(self.fingerprint) > MAX_FINGERPRINT:  # it is kept, and sent with every later stream
+                self.fingerprint = b"null"
             self._ending = [_with_fingerprint(ending, self.fingerprint) for ending in self._ending]
             return self.waiting()
         if isinstance(fields.usage, dict):  # the engine gives counts whether asked or not

@@ -10,12 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from controlplane.fleet.errors import InvalidInput
+from controlplane.fleet import addresses
 
 METHODS = b"GET, HEAD, POST, OPTIONS"
 PREFLIGHT_SECONDS = 600
 """For which a browser need not ask again."""
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::[0-9]{1,5})?")
 _NAMES = re.compile(rb"[A-Za-z0-9_, -]{1,2048}")
 """Of headers."""
 
@@ -23,21 +22,11 @@ _NAMES = re.compile(rb"[A-Za-z0-9_, -]{1,2048}")
 class Origins:
     """The origins whose pages may use the endpoint."""
 
-    def __init__(self, text: str = "*", name: str = "origins") -> None:
-        """`text`: `*`, `none`, or origins with commas between them; `name`: what it is called, for the error.
-
-        Raises `InvalidInput`.
-        """
-        self._all = text.strip() == "*"
-        given = [] if self._all or text.strip() == "none" else [one.strip() for one in text.split(",")]
-        for one in given:
-            if not _ORIGIN.fullmatch(one):
-                raise InvalidInput(
-                    f"{name}: {one!r} is no origin; write `*`, `none`, or origins as https://chat.example.com, with commas between "
-                    "them and no path",
-                    field=name,
-                )
-        self._listed = frozenset(one.encode() for one in given)
+    def __init__(self, text: str = "*") -> None:
+        """`text`: `*`, `none`, or origins with commas between them. Raises `InvalidInput`."""
+        text = addresses.origins(text)
+        self._all = text == "*"
+        self._listed = frozenset() if text in ("*", "none") else frozenset(text.encode().split(b","))
 
     def allow(self, origin: bytes) -> bool:
         return self._all or origin in self._listed

@@ -31,7 +31,7 @@ class Contents:
     ) -> None:
         self.index = index
         self.holder = index.add_holder()
-        self.block_size = self._said_size = block_size
+        self.block_size = self.said_size = block_size
         self.capacity = capacity
         self.trouble: dict[Trouble, float] = {}
         """What is wrong with what it tells, and since when."""
@@ -68,7 +68,7 @@ class Contents:
         """Batches are gone for good: any block may have been removed in them."""
         self.index.clear(self.holder)
         self.trouble.setdefault(Trouble.GAP, now)
-        self.block_size = self._said_size
+        self.block_size = self.said_size
         self._in_part()
 
     def forget(self) -> None:
@@ -79,7 +79,7 @@ class Contents:
         self.trouble.clear()
         self.restored = None
         self._debt.forgive()
-        self.block_size = self._said_size
+        self.block_size = self.said_size
         self._knowledge = Knowledge.UNHEARD
         self._stored = self._removed = 0
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 USUAL_BLOCK_SIZE = 16
 """Of an engine that says none."""
+MOST_BLOCK_SIZES = 4
+"""Of one deployment, those that most engines have."""
 LARGE_BLOCK_SIZE = 128
 """Of such a one, if it is large: what vLLM takes on a CPU."""
 NO_TOKENIZER = "the router has no tokenizer for this model"
@@ -213,8 +215,15 @@ class Cache:
             for debt in self._debts.values():
                 debt.forgive()  # events cannot tell of what was made of other tokens
         engines = (*deployment.prefill, *deployment.decode, *deployment.aggregated)
-        for engine in [e for e, ranks in self.ranks.items() if e not in engines or len(ranks) != e.spec.ranks]:
-            self._leave(engine)
+        for engine, ranks in list(self.ranks.items()):
+            spec, said = engine.spec, ranks[0].contents.said_size
+            if (
+                engine not in engines
+                or not spec.events
+                or len(ranks) != spec.ranks
+                or said not in (None, spec.block_size)
+            ):
+                self._leave(engine)
         for engine in [e for e in self._holders if e not in engines]:
             holder = self._holders.pop(engine)
             self._sent.forget(holder)
@@ -223,16 +232,14 @@ class Cache:
             if self.mode is RoutingMode.KV_APPROXIMATE:
                 if engine not in self._holders:
                     self._holders[engine] = self.index.add_holder()
-                    self.index.block_sizes.add(_block_size(engine))
             elif engine.spec.events:
                 if engine not in self.ranks:
                     self.ranks[engine] = self._follow(engine, now)
-                if engine.spec.block_size:
-                    self.index.block_sizes.add(engine.spec.block_size)
                 for rank in self.ranks[engine]:
                     rank.contents.capacity = engine.spec.kv_blocks
         self._engines = engines
         self._list_holders()
+        self._list_sizes()
         self.tokenization = {engine: found for engine, found in self.tokenization.items() if engine in engines}
         ids = {engine.id for engine in engines}
         self._miscounts = {engine: at for engine, at in self._miscounts.items() if engine in ids}
@@ -241,6 +248,15 @@ class Cache:
         ranks = ((engine, rank.contents.holder) for engine, ranks in self.ranks.items() for rank in ranks)
         self._holding = tuple(self._holders.items() or ranks)
         self._several = len(self._holding) > len(self.ranks) + len(self._holders)
+
+    def _list_sizes(self) -> None:
+        """The block sizes that prompts are hashed by: each costs every request, so engines that claim odd ones get no more than
+        their part."""
+        sizes: Counter[int] = Counter(_block_size(engine) for engine in self._holders)
+        for engine, ranks in self.ranks.items():
+            said = {engine.spec.block_size, *(rank.contents.block_size for rank in ranks)}
+            sizes.update(size for size in said if size)
+        self.index.block_sizes = {size for size, _ in sizes.most_common(MOST_BLOCK_SIZES)}
 
     def _follow(self, engine: Engine, now: float) -> tuple[Rank, ...]:
         spec = engine.spec
@@ -268,6 +284,7 @@ class Cache:
         for rank in joined.from_iterable(self.ranks.values()):
             rank.tick(now)
         self._sent.expire(now)
+        self._list_sizes()
         self.predicted.tick(now)
         self.index.sweep()
         if self._miscounts:
@@ -427,7 +444,7 @@ class Cache:
         for engine in self._engines:
             ranks = self.ranks.get(engine)
             if ranks is None:
-                wrong[engine.id] = "kv_events_disabled"
+                wrong[engine.id] = engine.refused or "kv_events_disabled"
                 continue
             evident = evident or any(rank.evident for rank in ranks)
             troubles = [trouble.value for rank in ranks for trouble in rank.trouble]

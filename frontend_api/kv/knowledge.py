@@ -25,7 +25,7 @@ class Knowledge(StrEnum):
 
 
 class Trouble(StrEnum):
-    """What is wrong with the events of one rank."""
+    """What is wrong with the events of one rank, or keeps them from being followed."""
 
     NOT_OBSERVED = "kv_events_not_observed"
     """It computed a prompt, and what it published did not tell of it: nothing comes, or what comes is another engine's."""
@@ -34,6 +34,10 @@ class Trouble(StrEnum):
     AMBIGUOUS = "kv_events_ambiguous"
     SILENT = "kv_events_silent"
     """It answered a replay before and no longer does."""
+    CLAIMS = "kv_claims_refused"
+    """What is told of its KV (block size, counts, ranks, addresses) cannot be: it is used without it."""
+    CROWDED = "kv_ranks_not_followed"
+    """The engines have more ranks than the router may open files for; those with the fewest come first."""
     REPLAY_ONLY = "kv_events_replay_only"
     """Batches come by replay alone, and late: its publisher connects instead of binding, or the way to it is cut."""
 

@@ -24,8 +24,6 @@ from controlplane.fleet.wire import (
     REQUESTS_STREAM,
     ROUTER_STATUS_TTL,
     SNAPSHOT_KEY,
-    FleetSnapshot,
-    decode,
     encode,
     encode_lines,
     router_key,
@@ -33,6 +31,7 @@ from controlplane.fleet.wire import (
 from frontend_api.http.upstream import Upstreams, probe
 from frontend_api.kv.evidence import Evidence
 from frontend_api.observe.telemetry import Telemetry
+from frontend_api.routing import intake
 from frontend_api.routing.outcomes import Outcomes
 from frontend_api.routing.view import Health, View
 
@@ -79,6 +78,8 @@ class SnapshotListener:
         self._copy = copy
         self._raw = b""
         self._away = False
+        self._said: set[str] = set()
+        """What of the last snapshot could not be used."""
 
     def load_copy(self) -> bool:
         """Take the snapshot from disk. False: there is none that can be read."""
@@ -133,10 +134,15 @@ class SnapshotListener:
                 await asyncio.sleep(RETRY_SECONDS)
 
     def _take(self, data: bytes) -> None:
-        snapshot = decode(data, FleetSnapshot)
+        snapshot, unread = intake.read(data)
         for engine in self._view.take(snapshot):
             self._upstreams.forget(engine)
         self._raw = data
+        trouble = [*unread, *self._view.trouble]
+        for why in trouble:
+            if why not in self._said:
+                log.warning("%s", why)
+        self._said = set(trouble)
         log.info("Snapshot %d is in force: %d deployments.", snapshot.version, len(snapshot.deployments))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -40,6 +41,8 @@ from frontend_api.tokens.store import TokenizerStore
 
 log = logging.getLogger(__name__)
 
+FILES_PER_RANK = 16
+"""Of the files that may be open: whoever follows a rank's events opens about six, and clients and engines need theirs."""
 FIRST_SECONDS = 2.0
 """How long a process without any snapshot waits for Redis before it serves."""
 
@@ -83,7 +86,7 @@ async def run(
         loop.add_signal_handler(number, stop.set)
     if parent_gone is not None:
         loop.add_reader(parent_gone, stop.set)
-    view = View()
+    view = View(ranks=max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES_PER_RANK))
     evidence = Evidence(view, options.index_blocks)
     saved = SavedIndex(evidence, options.copy.parent / "kv")
     upstreams = Upstreams()

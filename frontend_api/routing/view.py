@@ -25,6 +25,7 @@ from controlplane.fleet.wire import (
     SnapshotEngine,
     SnapshotKey,
 )
+from frontend_api.routing import intake
 from frontend_api.routing.rates import USUAL_PULL, USUAL_READ, USUAL_STEP, Rate, settle
 
 HANG_PAUSE = 5.0
@@ -84,6 +85,7 @@ class Engine:
         "pull",
         "queued",
         "read",
+        "refused",
         "retry_at",
         "room",
         "room_told_at",
@@ -94,6 +96,8 @@ class Engine:
 
     def __init__(self, spec: SnapshotEngine) -> None:
         self.spec = spec
+        self.refused = ""
+        """Why its KV is not followed although it tells of it; empty: it is."""
         self.in_flight = 0
         """Requests that this process has there."""
         self.last_taken = 0
@@ -309,13 +313,14 @@ class Deployment:
         "wants_prefill",
     )
 
-    def __init__(self, entry: SnapshotDeployment, engines: tuple[Engine, ...]) -> None:
+    def __init__(self, entry: SnapshotDeployment, engines: tuple[Engine, ...], trouble: str = "") -> None:
+        """`trouble`: why engines are left out."""
         self.name = entry.name
         self.served_name = entry.served_name
         self.routing: RoutingPolicy = entry.routing
-        self.status = entry.status
+        self.status = entry.status or trouble
         self.tokenizer = entry.tokenizer
-        self.tokenizer_key = entry.tokenizer_key
+        self.tokenizer_key = intake.tokenizer_key(entry.tokenizer_key)
         self.wants_prefill = entry.wants_prefill
         self.unproved_pairs = frozenset(entry.broken_pairs)
         """Pairs whose transfer failed the node agent's probe …"""
@@ -360,7 +365,11 @@ class Follower(Protocol):
 class View:
     """The newest snapshot, ready for look-ups. Swapped whole; engines that stay keep their load and health."""
 
-    def __init__(self, followers: Iterable[Follower] = ()) -> None:
+    def __init__(self, followers: Iterable[Follower] = (), *, ranks: int = 4_096) -> None:
+        """`ranks`: whose KV events may be followed, of all engines together."""
+        self._ranks = ranks
+        self.trouble: list[str] = []
+        """What of the snapshot cannot be used, and why: a sentence each."""
         self.followers = [*followers]
         """Told after each snapshot, in this order."""
         self.version = -1
@@ -376,15 +385,18 @@ class View:
         before = self._engines
         now: dict[tuple[str, int, str], Engine] = {}
         deployments: dict[str, Deployment] = {}
-        for entry in snapshot.deployments:
+        usable = [(entry, *intake.engines(entry)) for entry in snapshot.deployments]
+        crowded = intake.crowd_out((one for _, taken, _ in usable for one in taken), self._ranks)
+        for entry, taken, trouble in usable:
             members = []
-            for spec in entry.engines:
-                key = (spec.id, spec.attempt, spec.url)
-                engine = now.get(key) or before.get(key) or Engine(spec)
-                engine.spec = spec
+            for one in taken:
+                key = (one.spec.id, one.spec.attempt, one.spec.url)
+                engine = now.get(key) or before.get(key) or Engine(one.spec)
+                engine.spec, engine.refused = one.spec, one.refused
                 now[key] = engine
                 members.append(engine)
-            deployments[entry.served_name] = Deployment(entry, tuple(members))
+            deployments[entry.served_name] = Deployment(entry, tuple(members), " ".join(trouble[:3]))
+        self.trouble = [*(why for _, _, trouble in usable for why in trouble), *crowded]
         self._engines = now
         self.deployments = deployments
         self.settle(monotonic())  # a newcomer begins as one of its kind

@@ -103,6 +103,21 @@ async def test_a_lost_message_is_made_up_for(
     await until(lambda: listening.view.version == 4)
 
 
+async def test_an_engine_that_cannot_be_used_is_said_once_and_heals(
+    listening: Listening, redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    control = redis.Redis.from_url(redis_url)
+    for version in (1, 2):
+        odd = snapshot(version, "e1", "e2").replace(b'"url":"http://127.0.0.1:10"', b'"url":"http://169.254.169.254"')
+        control.set(SNAPSHOT_KEY, odd.replace(b'"keys":[]', b'"keys":[{"id":7}]'))
+        assert await listening.listener.read_once()
+        assert listening.engines == {"e1"}
+    assert [record.levelname for record in caplog.records].count("WARNING") == 2  # the engine, and the key
+    control.set(SNAPSHOT_KEY, snapshot(3, "e1", "e2"))
+    assert await listening.listener.read_once()
+    assert listening.engines == {"e1", "e2"}
+
+
 async def test_what_cannot_be_read_changes_nothing(listening: Listening, redis_url: str) -> None:
     control = redis.Redis.from_url(redis_url)
     control.set(SNAPSHOT_KEY, snapshot(1, "e1"))
