@@ -100,3 +100,19 @@ class LoginAttempt(models.Model):
 
     def __str__(self) -> str:
         return f"{self.username} from {self.place}"
+
+
+class Submission(models.Model):
+    """A form or a REST call that was sent with a token of its own; see `once`."""
+
+    digest = models.CharField(primary_key=True, max_length=64)
+    """SHA-256 of the sender, the action and the token."""
+    contents = models.CharField(max_length=64)
+    """SHA-256 of what was sent."""
+    salt = models.CharField(max_length=32)
+    target = models.CharField(max_length=200, blank=True)
+    """What it made."""
+    at = models.DateTimeField(auto_now_add=True, db_index=True)
+
+    def __str__(self) -> str:
+        return f"{self.target} at {self.at:%F %T}"

@@ -18,6 +18,7 @@ from django.utils import timezone
 from controlplane.access import audit
 from controlplane.access.limits import UNLIMITED, Limits, changed
 from controlplane.access.models import ApiKey, RetiredSecret
+from controlplane.access.once import Once
 from controlplane.access.roles import Actor, Role
 from controlplane.fleet.errors import Conflict, InvalidInput, NotFound
 from controlplane.fleet.wire import Scope
@@ -47,10 +48,13 @@ def create_key(
     models: Sequence[str] = (),
     expires_at: datetime | None = None,
     limits: Limits = UNLIMITED,
+    token: str = "",
 ) -> tuple[ApiKey, str]:
-    """A new key and its text, which cannot be had again. A manage key without a role is a viewer.
+    """A new key and its text, which cannot be had again. A manage key without a role is a viewer. `token`: makes a second
+    sending harmless (`once`).
 
-    Only admins make keys, so that no key may more than its maker. Raises `Forbidden`, or `InvalidInput` naming the field.
+    Only admins make keys, so that no key may more than its maker. Raises `Forbidden`, `InvalidInput` naming the field, or
+    `Conflict`.
     """
     actor.require(Role.ADMIN)
     name = name.strip()
@@ -69,8 +73,11 @@ def create_key(
     changed(UNLIMITED, limits._asdict())
     _check_limited(scope, limits)
     role = role or Role.VIEWER
+    sent = Once(actor, "key.create", token, [name, scope, role, sorted(models), expires_at, limits])
+    if sent.target:
+        return _again(sent)
     key_id = secrets.token_hex(4)
-    text = _new_text(key_id)
+    text = _text(key_id, sent)
     key = ApiKey.objects.create(
         id=key_id,
         name=name,
@@ -85,6 +92,7 @@ def create_key(
     shown = {"role": role.label} if scope == MANAGE else {"models": key.models_allowed, **_set(limits)}
     expiry = expires_at.isoformat() if expires_at else None
     audit.record(actor=actor, action="key.create", target=key.id, name=name, scope=scope, expires_at=expiry, **shown)
+    sent.made(key.id)
     return key, text
 
 
@@ -108,10 +116,10 @@ def limit_key(*, actor: Actor, key_id: str, changes: Mapping[str, int | None]) -
 
 
 @transaction.atomic
-def rotate_key(*, actor: Actor, key_id: str, overlap_seconds: int = OVERLAP) -> tuple[ApiKey, str]:
+def rotate_key(*, actor: Actor, key_id: str, overlap_seconds: int = OVERLAP, token: str = "") -> tuple[ApiKey, str]:
     """A new secret for the same key: its id, name, models, limits and use stay. The old secret works for `overlap_seconds`
     more, and counts as the same key; 0 ends it at once, and with it all that earlier rotations let work on. Returns the key
-    and its new text, which cannot be had again.
+    and its new text, which cannot be had again. `token`: makes a second sending harmless (`once`).
 
     Raises `Forbidden`, `NotFound`, `Conflict` for a revoked or expired key, or `InvalidInput`.
     """
@@ -122,13 +130,17 @@ def rotate_key(*, actor: Actor, key_id: str, overlap_seconds: int = OVERLAP) -> 
     now = timezone.now()
     if key.expires_at is not None and key.expires_at <= now:
         raise Conflict(f"key {key_id} expired at {key.expires_at:%F %T} UTC; make a new one")
+    sent = Once(actor, "key.rotate", token, [key_id, overlap_seconds])
+    if sent.target:
+        return _again(sent)
     until = now + timedelta(seconds=overlap_seconds)
     (key.retired.filter(works_until__lte=now) if overlap_seconds else key.retired).all().delete()
     if overlap_seconds:
         RetiredSecret.objects.create(key=key, digest=key.digest, works_until=until)
-    text = _new_text(key.id)
+    text = _text(key.id, sent)
     key.digest = digest_of(text)
     key.save(update_fields=["digest"])
+    sent.made(key.id)
     audit.record(actor=actor, action="key.rotate", target=key.id, name=key.name, old_works_until=until.isoformat())
     return key, text
 
@@ -203,8 +215,17 @@ def _locked(key_id: str) -> ApiKey:
     return key
 
 
-def _new_text(key_id: str) -> str:
-    return f"{PREFIX}-{key_id}-{secrets.token_urlsafe(32)}"
+def _text(key_id: str, sent: Once) -> str:
+    return f"{PREFIX}-{key_id}-{sent.secret()}"
+
+
+def _again(sent: Once) -> tuple[ApiKey, str]:
+    """What the first sending made. Raises `Conflict` where its secret is not the key's any more."""
+    key = get_key(sent.target)
+    text = _text(key.id, sent)
+    if not key.works() or key.digest != digest_of(text):
+        raise Conflict(f"this was sent before and made a secret for {key.name} that is not its secret any more")
+    return key, text
 
 
 def _set(limits: Limits) -> dict[str, int]:

@@ -11,7 +11,7 @@ from rest_framework.response import Response
 from controlplane.api import requests, resources
 from controlplane.api.documents import JSONParser, YAMLParser, YAMLRenderer
 from controlplane.api.schema import CHANGES, DOCUMENT
-from controlplane.api.view import IF_MATCH, ApiView, etag, would_stop
+from controlplane.api.view import IDEMPOTENCY_KEY, IF_MATCH, ApiView, etag, would_stop
 from controlplane.deployments import queries, services
 from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.model import Role
@@ -44,10 +44,15 @@ class Deployments(ApiView):
     def get(self, request: Request) -> Response:
         return Response(resources.DeploymentList({"items": queries.deployment_rows()}).data)
 
-    @extend_schema(operation_id="createDeployment", request=BOTH_FORMS, responses={201: resources.DeploymentResource})
+    @extend_schema(
+        operation_id="createDeployment",
+        parameters=[IDEMPOTENCY_KEY],
+        request=BOTH_FORMS,
+        responses={201: resources.DeploymentResource},
+    )
     def post(self, request: Request) -> Response:
         """One that cannot be placed yet is accepted too: its condition says what it waits for."""
-        deployment = services.create(actor=self.actor, document=self.body)
+        deployment = services.create(actor=self.actor, document=self.body, token=self.idempotency_key())
         return _answer(deployment.name, 201)
 
 

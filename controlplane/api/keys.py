@@ -11,7 +11,7 @@ from controlplane.access import audit, services
 from controlplane.access.limits import Limits
 from controlplane.access.roles import Role
 from controlplane.api import requests, resources
-from controlplane.api.view import ApiView, would_stop
+from controlplane.api.view import IDEMPOTENCY_KEY, ApiView, would_stop
 from controlplane.deployments import effects
 
 
@@ -20,14 +20,23 @@ class Keys(ApiView):
     def get(self, request: Request) -> Response:
         return Response(resources.KeyList({"items": services.list_keys()}).data)
 
-    @extend_schema(operation_id="createKey", request=requests.NewKey, responses={201: resources.NewKeyResource})
+    @extend_schema(
+        operation_id="createKey",
+        parameters=[IDEMPOTENCY_KEY],
+        request=requests.NewKey,
+        responses={201: resources.NewKeyResource},
+    )
     def post(self, request: Request) -> Response:
         """The answer alone holds the key; only its digest is kept."""
         wanted = self.checked(requests.NewKey)
         role = wanted.pop("role")
         limits = Limits(**{field: wanted.pop(field) for field in Limits._fields})
         key, text = services.create_key(
-            actor=self.actor, role=Role[role.upper()] if role else None, limits=limits, **wanted
+            actor=self.actor,
+            role=Role[role.upper()] if role else None,
+            limits=limits,
+            token=self.idempotency_key(),
+            **wanted,
         )
         return Response({**resources.KeyResource(key).data, "key": text}, status=201)
 
@@ -62,11 +71,16 @@ class KeyDetail(ApiView):
 
 
 class KeyRotate(ApiView):
-    @extend_schema(operation_id="rotateKey", request=requests.Rotate, responses=resources.NewKeyResource)
+    @extend_schema(
+        operation_id="rotateKey",
+        parameters=[IDEMPOTENCY_KEY],
+        request=requests.Rotate,
+        responses=resources.NewKeyResource,
+    )
     def post(self, request: Request, key_id: str) -> Response:
         """A new secret for the same key, in this answer alone. The old one works for `overlap_seconds` more."""
         wanted = self.checked(requests.Rotate)
-        key, text = services.rotate_key(actor=self.actor, key_id=key_id, **wanted)
+        key, text = services.rotate_key(actor=self.actor, key_id=key_id, token=self.idempotency_key(), **wanted)
         return Response({**resources.KeyResource(key).data, "key": text})
 
 

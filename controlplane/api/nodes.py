@@ -11,7 +11,7 @@ from rest_framework.response import Response
 
 from controlplane.access.roles import Role
 from controlplane.api import requests, resources
-from controlplane.api.view import ApiView, would_stop
+from controlplane.api.view import IDEMPOTENCY_KEY, ApiView, would_stop
 from controlplane.deployments import effects
 from controlplane.nodes import queries, services
 
@@ -69,11 +69,14 @@ class NodeJoin(ApiView):
 
 class JoinTokens(ApiView):
     @extend_schema(
-        operation_id="createJoinToken", request=requests.JoinToken, responses={201: resources.JoinTokenResource}
+        operation_id="createJoinToken",
+        parameters=[IDEMPOTENCY_KEY],
+        request=requests.JoinToken,
+        responses={201: resources.JoinTokenResource},
     )
     def post(self, request: Request) -> Response:
         hours: int = self.checked(requests.JoinToken)["hours"]
-        token = services.create_join_token(actor=self.actor, hours=hours)
+        token = services.create_join_token(actor=self.actor, hours=hours, once=self.idempotency_key())
         return Response(resources.JoinTokenResource({"token": token, "hours": hours}).data, status=201)
 
 

@@ -22,6 +22,13 @@ from controlplane.fleet.errors import InvalidInput
 IF_MATCH = OpenApiParameter(
     "If-Match", str, OpenApiParameter.HEADER, description="The generation that the change is meant for; else 409."
 )
+IDEMPOTENCY_KEY = OpenApiParameter(
+    "Idempotency-Key",
+    str,
+    OpenApiParameter.HEADER,
+    description="Any text of your own. Sent again with the same contents within a day, it makes nothing new: the first answer "
+    "comes back (a secret for 10 minutes, then 409).",
+)
 
 
 class ApiView(APIView):
@@ -50,6 +57,10 @@ class ApiView(APIView):
         """Whether the change is only to be told: `?dry_run=1`."""
         asked: bool = self.query(requests.DryRun)["dry_run"]
         return asked
+
+    def idempotency_key(self) -> str:
+        """Empty: the call has none."""
+        return self.request.headers.get("Idempotency-Key", "").strip()
 
     def generation(self) -> int | None:
         """The generation in `If-Match`, None without one. Raises `InvalidInput`."""

@@ -37,7 +37,7 @@ def new(request: HttpRequest) -> HttpResponse:
         if wanted:
             text = values.get("yaml", "") if written == "yaml" == wanted else form.yaml_of(document)
             return _form(request, form.values_of(document), writing=wanted, yaml=text)
-        deployment = services.create(actor=actor, document=document)
+        deployment = services.create(actor=actor, document=document, token=values.get("once", ""))
     except (InvalidInput, Conflict) as error:
         kept = values if written == "form" else dict(form.DEFAULTS)
         return _form(request, kept, writing=written, yaml=values.get("yaml", ""), error=error)

@@ -169,6 +169,7 @@ def _create(request: HttpRequest) -> tuple[ApiKey, str]:
         models=form.get("models", "").replace(",", " ").split() if inference else [],
         expires_at=datetime.combine(day, time.max, UTC) if day else None,
         limits=limits,
+        token=form.get("once", ""),
     )
 
 
@@ -214,7 +215,9 @@ def rotate(request: HttpRequest, key: str) -> HttpResponse:
         return ask(
             request, title="End the old secret now?", sentence=said, button="Make a new secret", target="#rotated"
         )
-    row, text = services.rotate_key(actor=actor_of(request), key_id=key, overlap_seconds=overlap)
+    row, text = services.rotate_key(
+        actor=actor_of(request), key_id=key, overlap_seconds=overlap, token=request.POST.get("once", "")
+    )
     old_until = services.get_key(row.id).old_secret_works_until() if overlap else None
     return _shown(request, "New secret", row, text, {"rotated": True, "old_until": old_until})
 

@@ -14,6 +14,7 @@ from django.utils import timezone
 
 from controlplane import publish
 from controlplane.access import audit
+from controlplane.access.once import Once
 from controlplane.access.roles import Actor
 from controlplane.access.roles import Role as Access
 from controlplane.deployments import effects, tasks
@@ -46,13 +47,20 @@ class Applied(NamedTuple):
 
 
 @transaction.atomic
-def create(*, actor: Actor, document: Mapping[str, Any]) -> Deployment:
-    """A new deployment. One that cannot be placed yet is accepted: its engines say what they wait for.
+def create(*, actor: Actor, document: Mapping[str, Any], token: str = "") -> Deployment:
+    """A new deployment. One that cannot be placed yet is accepted: its engines say what they wait for. `token`: makes a second
+    sending harmless (`access.once`).
 
     Raises `Forbidden` (needs operator), `InvalidInput` (names the field) or `Conflict` (a name is taken).
     """
     actor.require(Access.OPERATOR)
-    return _create(actor, spec.parse(document))
+    wanted = spec.parse(document)
+    sent = Once(actor, "deployment.create", token, spec.document(wanted))
+    if sent.target:
+        return _existing(sent.target, None)
+    row = _create(actor, wanted)
+    sent.made(row.name)
+    return row
 
 
 @transaction.atomic

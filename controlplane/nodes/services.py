@@ -13,6 +13,7 @@ from django.utils import timezone
 
 from controlplane import publish
 from controlplane.access import audit
+from controlplane.access.once import Once
 from controlplane.access.roles import Actor, Role
 from controlplane.fleet.errors import Conflict, Forbidden, InvalidInput, NotFound, Unavailable
 from controlplane.fleet.lifecycle import HOLDS_NODE
@@ -31,18 +32,23 @@ class Joined(NamedTuple):
 
 
 @transaction.atomic
-def create_join_token(*, actor: Actor, hours: int = 1) -> str:
-    """A token with which one agent may join, once, within so many hours. Only its digest is kept.
+def create_join_token(*, actor: Actor, hours: int = 1, once: str = "") -> str:
+    """A token with which one agent may join, once, within so many hours. Only its digest is kept. `once`: makes a second
+    sending harmless (`access.once`).
 
-    Raises `Forbidden` (needs admin) or `InvalidInput`.
+    Raises `Forbidden` (needs admin), `InvalidInput` or `Conflict`.
     """
     actor.require(Role.ADMIN)
     if not 1 <= hours <= MAX_TOKEN_HOURS:
         raise InvalidInput(f"hours: choose 1 to {MAX_TOKEN_HOURS}", field="hours")
-    token = f"tdj-{secrets.token_urlsafe(32)}"
+    sent = Once(actor, "join_token.create", once, [hours])
+    token = f"tdj-{sent.secret()}"
+    if sent.target:
+        return token
     digest = _digest(token)
     JoinToken.objects.create(digest=digest, created_by=actor.name, expires_at=timezone.now() + timedelta(hours=hours))
     audit.record(actor=actor, action="join_token.create", target=digest[:8], hours=hours)
+    sent.made(f"join token {digest[:8]}")
     return token
 
 

@@ -36,6 +36,38 @@ document.addEventListener("input", (event) => {
   if (event.target.dataset?.confirms !== undefined) confirmed(event.target);
 });
 
+// A form that is on its way is not sent again. When it was done, its next sending is another one: it gets a token of its own.
+function release(form) {
+  delete form.dataset.sending;
+  form.querySelectorAll("[data-waits]").forEach((button) => { button.removeAttribute("aria-disabled"); delete button.dataset.waits; });
+}
+
+function token() {
+  return [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
+document.addEventListener("submit", (event) => {
+  const form = event.target;
+  if (form.getAttribute("method") !== "post" || form.matches("[data-pool-size]")) return;
+  if ("sending" in form.dataset) { event.preventDefault(); event.stopImmediatePropagation(); return; }
+  form.dataset.sending = "";
+  for (const button of form.querySelectorAll("button:not([type=button]):not([aria-disabled])")) {
+    button.setAttribute("aria-disabled", "true");
+    button.dataset.waits = "";
+  }
+}, true);
+document.addEventListener("htmx:finally:request", ({ detail: { ctx } }) => {
+  const form = ctx.request.form;
+  if (!form || ctx.response?.headers.get("HX-Redirect")) return;
+  release(form);
+  if (ctx.response?.status >= 400 || !ctx.response) return;
+  const field = form.querySelector("[name=once]");
+  if (!field || ctx.hx?.retarget === "#dialog") return;
+  field.value = token();
+  if ("empties" in form.dataset) form.reset();
+});
+addEventListener("pageshow", () => { document.querySelectorAll("form[data-sending]").forEach(release); });
+
 document.addEventListener("change", (event) => {
   if (event.target.matches?.("[data-submits]")) event.target.form.requestSubmit();
 });

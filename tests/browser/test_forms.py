@@ -117,3 +117,30 @@ def test_a_press_from_a_number_that_is_gone_changes_nothing(page: Page, web: Web
     page.unroute("**/*part=live*")
     expect(page.locator("[data-wanted=decode]")).to_have_text("9")
     assert intent(web)["pools"]["decode"]["replicas"] == 9
+
+
+def test_a_double_click_makes_one_key_and_the_form_is_emptied(page: Page, web: Web) -> None:
+    sign_in(page, "admin")
+    page.goto("/keys/")
+    page.get_by_label("Name").fill("twice")
+    page.get_by_role("button", name="Make key").dblclick()
+    expect(page.locator("#key-text")).to_have_text(re.compile(r"^tdm-"))
+    expect(page.get_by_label("Name")).to_have_value("")
+    expect(page.locator("#keys-table .name", has_text="twice")).to_have_count(1)
+    first = page.locator("#key-text").inner_text()
+    page.get_by_label("Name").fill("twice")  # meant: another of the same name
+    page.get_by_role("button", name="Make key").click()
+    expect(page.locator("#keys-table .name", has_text="twice")).to_have_count(2)
+    expect(page.locator("#key-text")).not_to_have_text(first)
+
+
+def test_a_form_that_is_sent_twice_without_scripts_shows_the_first_key_again(page: Page, web: Web) -> None:
+    sign_in(page, "admin")
+    page.goto("/keys/")
+    csrf, once = (
+        page.locator(f"form[data-empties] [name={name}]").input_value() for name in ("csrfmiddlewaretoken", "once")
+    )
+    form = {"csrfmiddlewaretoken": csrf, "once": once, "name": "no-scripts", "scope": "inference"}
+    answers = [page.request.post("/keys/create/", form=form).text() for _ in range(2)]
+    texts = [re.findall(r'id="key-text">(tdm-[^<]+)<', answer) for answer in answers]
+    assert texts[0] == texts[1] != []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
@@ -53,6 +54,12 @@ ICONS: dict[str, str] = {
     "plus": '<path d="M8 3.2v9.6M3.2 8h9.6"/>',
     "arrow": '<path d="m3 10 5-5 5 5" stroke-width="2"/>',
 }
+
+
+@register.simple_tag
+def once() -> SafeString:
+    """The field that makes a form that was sent twice be done once."""
+    return format_html('<input type="hidden" name="once" value="{}">', secrets.token_urlsafe(18))
 
 
 @register.simple_tag
