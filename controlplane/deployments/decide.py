@@ -1,13 +1,13 @@
 """What one step of the reconcile loop changes: pure. Time, ids and secrets are arguments.
 
-The rules run in this order, each seeing what the ones before it did: what the nodes report, who fell silent, who is no
-longer wanted or missing, who has drained, who may try again, who gets a place, who may serve, whose time is up.
+The rules run in this order, each seeing what the ones before it did: what the nodes report, who is at fault, who fell silent,
+who is no longer wanted or missing, who has drained, who may try again, who gets a place, who may serve, whose time is up.
 """
 
 from __future__ import annotations
 
 from controlplane.deployments.draft import Draft, Token, proofs_of
-from controlplane.deployments.observe import take_reports, take_silence
+from controlplane.deployments.observe import take_blame, take_reports, take_silence
 from controlplane.deployments.placement import Need, Place, Placer
 from controlplane.deployments.world import Decision, DeploymentRecord, EngineRecord, NodeRecord, World
 from controlplane.fleet.lifecycle import BOOT, LIMITS, LIVE, Event, State, allowed, backoff_seconds
@@ -38,6 +38,7 @@ def decide(world: World, *, now: float, token: Token) -> Decision:
     draft = Draft(world, now, token)
     for rule in (
         take_reports,
+        take_blame,
         take_silence,
         fill_slots,
         end_drains,
@@ -208,6 +209,7 @@ def prove(draft: Draft) -> None:
             up=[p.incarnation for p in partners if p.answers],
             coming=any(p.state in BOOT and not p.answers for p in partners),
             proofs=proofs,
+            accused=draft.blamed,
         )
         if engine.state is State.WARMING and verdict.ready:
             draft.move(engine, Event.PROVE, verdict.reason, ready_at=engine.ready_at or draft.now)
@@ -226,6 +228,8 @@ def keep_limits(draft: Draft) -> None:
         return
     for engine in draft.all():
         limit = LIMITS.get(engine.state)
+        if engine.is_blamed and _pool_is_on_its_way(draft, engine):
+            continue  # one after the other: what still gets requests is worth more than nothing
         if limit is None or not allowed(engine.state, Event.OVERRUN):
             continue
         if draft.now - _waits_since(draft, engine) <= limit.seconds:
@@ -240,12 +244,27 @@ def keep_limits(draft: Draft) -> None:
             draft.fail(engine, Event.OVERRUN, f"{waited} {last}".strip())
 
 
+def _pool_is_on_its_way(draft: Draft, engine: EngineRecord) -> bool:
+    return any(
+        other.role is engine.role and other.state in (State.PENDING, State.FAILED, *BOOT)
+        for other in draft.of(engine.deployment)
+    )
+
+
 def _waits_since(draft: Draft, engine: EngineRecord) -> float:
-    """When the wait that a limit bounds began. An engine that warms up cannot prove a pair before a partner is up."""
+    """When the wait that a limit bounds began.
+
+    An engine that warms up cannot prove a pair before a partner is up that is not at fault itself. Nor is it made to start
+    again because a transfer fails, or is not tried, by another's fault: decode's agent is the one that tries.
+    """
     if engine.state is not State.WARMING or not engine.answers:
         return engine.since
-    up = [p.since for p in _partners(draft, engine) if p.answers]
-    return max(engine.since, *up) if up else draft.now
+    up = [p for p in _partners(draft, engine) if p.answers and p.incarnation not in draft.blamed]
+    if engine.incarnation in draft.blamed:
+        return max(engine.since, *(p.since for p in up)) if up else engine.since
+    tried = proofs_of({engine.id: engine})
+    untried = [p.since for p in up if (p.incarnation, engine.incarnation) not in tried]
+    return max(engine.since, *untried) if untried and engine.role is Role.DECODE else draft.now
 
 
 def forget_failures(draft: Draft) -> None:

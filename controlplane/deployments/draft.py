@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from controlplane.deployments.blame import blamed
 from controlplane.deployments.world import Decision, DeploymentRecord, EngineRecord, Move, World
 from controlplane.fleet.lifecycle import Event, State, advance
 from controlplane.fleet.model import Role
@@ -22,6 +23,8 @@ class Draft:
 
     def __init__(self, world: World, now: float, token: Token) -> None:
         self.world, self.now, self.token = world, now, token
+        self.blamed = blamed(world)
+        """Engines at fault, and why."""
         self.engines = dict(world.engines)
         self.moves: list[Move] = []
         self.created: list[EngineRecord] = []

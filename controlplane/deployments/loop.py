@@ -174,7 +174,7 @@ def _mark_drains(decision: Decision, version: int) -> None:
 
 def _renew_plans(decision: Decision, gathered: Gathered, now: datetime) -> list[NodePlan]:
     """Store the generation of every plan that changed; the plans that are to be sent."""
-    wanted = plans.assignments(decision.engines.values(), gathered.world.specs)
+    wanted = plans.assignments(decision.engines.values(), gathered.world.specs, gathered.world.routers)
     renewed: list[Node] = []
     to_send: list[NodePlan] = []
     for name, node in gathered.nodes.items():

@@ -27,6 +27,16 @@ def take_reports(draft: Draft) -> None:
             _take_absence(draft, engine)
 
 
+def take_blame(draft: Draft) -> None:
+    """Engines that call themselves healthy and are at fault where requests or KV transfers fail are unhealthy."""
+    for engine in draft.all():
+        why = draft.blamed.get(engine.incarnation)
+        if why is not None and engine.state is State.READY:
+            draft.move(engine, Event.BLAME, why)
+        elif why is not None and engine.is_blamed and engine.reason != why:
+            draft.note(engine, reason=why)
+
+
 def take_silence(draft: Draft) -> None:
     """Engines of nodes that report no more, or were removed, are lost: suspects, whose processes may well live."""
     for engine in draft.all():
@@ -50,7 +60,8 @@ def _take_observation(draft: Draft, engine: EngineRecord, seen: Observation) -> 
             draft.move(engine, Event.SICKEN, seen.detail or "Its health probe fails.")
         return
     if seen.phase is Phase.WARMING and engine.state is State.UNHEALTHY:
-        draft.move(engine, Event.RECOVER, "Serving.")
+        if engine.incarnation not in draft.blamed:
+            draft.move(engine, Event.RECOVER, "Serving.")
         return
     event, target = _PHASE_EVENTS[seen.phase]
     said = _said(seen, target)

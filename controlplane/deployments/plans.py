@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from msgspec.structs import replace
 
+from controlplane.deployments import blame
 from controlplane.deployments.world import EngineRecord
 from controlplane.fleet import wire
 from controlplane.fleet.lifecycle import HOLDS_NODE, LIVE, State
 from controlplane.fleet.model import EngineAssignment, Peer, Role
+from controlplane.fleet.pairing import Incarnation
 from controlplane.fleet.spec import DeploymentSpec
+from controlplane.fleet.wire import RouterStatus
 
 Specs = Mapping[tuple[str, int], DeploymentSpec]
 
 
-def assignments(engines: Iterable[EngineRecord], specs: Specs) -> dict[str, tuple[EngineAssignment, ...]]:
-    """The assignments of each node that has any, sorted by engine."""
+def assignments(
+    engines: Iterable[EngineRecord], specs: Specs, routers: Collection[RouterStatus] = ()
+) -> dict[str, tuple[EngineAssignment, ...]]:
+    """The assignments of each node that has any, sorted by engine; what `routers` blame is to be looked at by its agent."""
     engines = list(engines)
+    doubted, doubted_pairs = blame.faulty_engines(routers), blame.faulty_pairs(routers)
     peers: dict[tuple[str, int], list[Peer]] = {}
     for engine in engines:
         # One that was ready stays a peer through silence and bad health, so that its proofs outlive them.
@@ -31,7 +37,16 @@ def assignments(engines: Iterable[EngineRecord], specs: Specs) -> dict[str, tupl
         if engine.state in HOLDS_NODE and engine.state is not State.STOPPING and engine.node and engine.runtime:
             which = (engine.deployment, engine.revision)
             partners = peers.get(which, []) if engine.role is Role.DECODE else []
-            plans.setdefault(engine.node, []).append(_assignment(engine, specs[which], partners))
+            partners = [
+                replace(p, doubted=True)
+                if (Incarnation(p.engine, p.attempt), engine.incarnation) in doubted_pairs
+                else p
+                for p in partners
+            ]
+            assignment = _assignment(engine, specs[which], partners)
+            if engine.incarnation in doubted:
+                assignment = replace(assignment, doubted=True)
+            plans.setdefault(engine.node, []).append(assignment)
     return {node: tuple(sorted(plan, key=lambda a: a.engine)) for node, plan in plans.items()}
 
 

@@ -45,9 +45,10 @@ def takes_traffic(engine: EngineRecord) -> bool:
 
 
 def is_suspect(engine: EngineRecord) -> bool:
-    """It was ready when its node fell silent, and stays in the snapshot until it is ready again or replaced."""
+    """It was ready when its node fell silent, or is blamed by others than itself: it stays in the snapshot until it is ready
+    again or replaced."""
     back = engine.state is State.WARMING and engine.answers
-    return engine.ready_at is not None and (engine.state is State.LOST or back)
+    return engine.ready_at is not None and (engine.state is State.LOST or back or engine.is_blamed)
 
 
 def condition_of(deployment: DeploymentRecord, engines: Iterable[EngineRecord]) -> Condition:

@@ -70,6 +70,13 @@ class EngineRecord(Struct, frozen=True):
         )
 
     @property
+    def is_blamed(self) -> bool:
+        """It calls itself healthy, and is unhealthy because requests or KV transfers fail by its fault."""
+        return (
+            self.state is State.UNHEALTHY and self.observation is not None and self.observation.phase is Phase.WARMING
+        )
+
+    @property
     def url(self) -> str:
         """Empty before its ports are known."""
         return (

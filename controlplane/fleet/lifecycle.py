@@ -37,6 +37,8 @@ class Owner(StrEnum):
     """The reconcile loop decided."""
     AGENT = "agent"
     """An agent's report showed it."""
+    ROUTER = "router"
+    """The outcomes of requests showed it."""
     CLOCK = "clock"
     """A limit passed, or a node fell silent."""
     USER = "user"
@@ -52,6 +54,8 @@ class Event(StrEnum):
     PROVE = "prove"
     """A completion, and for each new pair a transfer, came back: it may serve."""
     SICKEN = "sicken"
+    BLAME = "blame"
+    """It calls itself healthy, but requests, or all its KV transfers, fail because of it."""
     RECOVER = "recover"
     EXIT = "exit"
     OVERRUN = "overrun"
@@ -92,7 +96,8 @@ LIVE = (*BOOT, S.READY, S.UNHEALTHY, S.LOST)
 """States of an engine that the intent still wants and that holds its place on a node."""
 
 SERVING = (S.READY,)
-"""States in which the snapshot gives it new requests (LOST ones stay in it as suspects: their process may well live)."""
+"""States in which the snapshot gives it new requests. Suspects stay in it too: LOST ones, whose process may well live, and
+UNHEALTHY ones that only routers blame, who must be able to see them recover."""
 
 HOLDS_NODE = (*LIVE, S.DRAINING, S.STOPPING)
 """States in which the engine is part of its node's plan or still occupies it."""
@@ -104,7 +109,7 @@ LIMITS: dict[State, Limit] = {
     S.FETCHING: Limit(4 * 3600, "the model to be on the node"),
     S.STARTING: Limit(900, "the engine to answer a first completion"),
     S.WARMING: Limit(300, "a proved KV transfer with each partner"),
-    S.UNHEALTHY: Limit(120, "the engine to answer its health probe again"),
+    S.UNHEALTHY: Limit(120, "the engine to answer again"),
     S.LOST: Limit(24 * 3600, "its node to report again, or another node with room"),
     S.DRAINING: Limit(300, "its last requests to finish"),
     S.STOPPING: Limit(90, "the process to end"),
@@ -120,6 +125,7 @@ def _edges() -> tuple[Edge, ...]:
         Edge(S.PENDING, E.OVERRUN, S.FAILED, O.CLOCK),
         Edge(S.WARMING, E.PROVE, S.READY, O.LOOP),
         Edge(S.READY, E.SICKEN, S.UNHEALTHY, O.AGENT),
+        Edge(S.READY, E.BLAME, S.UNHEALTHY, O.ROUTER),
         Edge(S.READY, E.EXIT, S.FAILED, O.AGENT),
         Edge(S.READY, E.DRAIN, S.DRAINING, O.USER),
         Edge(S.READY, E.SILENCE, S.LOST, O.CLOCK),

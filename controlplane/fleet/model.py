@@ -141,6 +141,8 @@ class Peer(Struct, frozen=True):
     attempt: int
     url: str
     secret: str
+    doubted: bool = False
+    """Requests fail over this pair: a proof that it had is to be given anew, from time to time."""
 
 
 class EngineAssignment(Struct, frozen=True):
@@ -155,6 +157,8 @@ class EngineAssignment(Struct, frozen=True):
     secret: str
     gpus: tuple[int, ...] = ()
     peers: tuple[Peer, ...] = ()
+    doubted: bool = False
+    """Routers blame it: it is to be asked for a completion from time to time, whatever it says of its health."""
 
 
 class Phase(StrEnum):
@@ -166,7 +170,7 @@ class Phase(StrEnum):
     WARMING = "warming"
     """A real completion came back. Pairs may still be unproven; the control plane decides when it may serve."""
     UNHEALTHY = "unhealthy"
-    """Warmed up before, and now fails its health probe while the process lives."""
+    """Warmed up before, and now fails its health probe or a completion while the process lives."""
     STOPPING = "stopping"
     EXITED = "exited"
     """The process is gone, or the runtime, model or ports could not be had: `exit_code` and `detail` say why."""
@@ -181,6 +185,8 @@ class PairProof(Struct, frozen=True):
     detail: str
     bytes_moved: Count = 0
     seconds: Seconds = 0.0
+    fault: Role | None = None
+    """Of one that failed: the side that failed by itself, without the other. None: it takes both."""
 
     def __post_init__(self) -> None:
         cut_sentences(self, "detail", longest=200)

@@ -1,12 +1,14 @@
-"""When a warmed-up engine may serve: pure rule over what its deployment's engines have proved.
+"""When a warmed-up engine may serve, and which engine is at fault where KV transfers fail: pure rules over what the engines
+of a deployment have proved.
 
 A KV transfer is a property of a pair. An engine that answers completions alone may still be unable to hand over KV, so it
-waits in WARMING until each partner that is up has been tried and at least one transfer worked.
+waits in WARMING until each partner that is up has been tried and at least one transfer worked. Where none works, a decode
+engine that is not at fault serves alone: it computes prompts itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from controlplane.fleet.model import Role
@@ -29,16 +31,45 @@ Proofs = Mapping[tuple[Incarnation, Incarnation], bool]
 """(prefill, decode) -> whether a real transfer between just these two processes worked. Absent: not tried yet."""
 
 
-def may_serve(who: Incarnation, role: Role, *, up: Iterable[Incarnation], coming: bool, proofs: Proofs) -> Verdict:
+def at_fault(tried: Proofs) -> set[Incarnation]:
+    """The engines whose own fault it must be that transfers fail, by those that were tried between engines that answer.
+
+    Where all of an engine's transfers fail, it is at fault if each of its partners either works with another engine, or has no
+    other engine while this one has: never both sides of a pair, and nobody where one pair is all there is.
+    """
+    partners: dict[Incarnation, set[Incarnation]] = {}
+    works: set[Incarnation] = set()
+    for (prefill, decode), ok in tried.items():
+        partners.setdefault(prefill, set()).add(decode)
+        partners.setdefault(decode, set()).add(prefill)
+        if ok:
+            works |= {prefill, decode}
+
+    def explains(who: Incarnation, partner: Incarnation) -> bool:
+        return partner in works or (len(partners[partner]) == 1 and len(partners[who]) > 1)
+
+    return {who for who, others in partners.items() if who not in works and all(explains(who, p) for p in others)}
+
+
+def may_serve(
+    who: Incarnation,
+    role: Role,
+    *,
+    up: Iterable[Incarnation],
+    coming: bool,
+    proofs: Proofs,
+    accused: Collection[Incarnation] = (),
+) -> Verdict:
     """Whether an engine that answered a completion may take traffic.
 
     `up`: partners (the other role, same deployment) that answered a completion themselves. `coming`: a partner is on its
-    way up (placed … starting); False when every other partner is failed, lost, or not wanted.
+    way up (placed … starting); False when every other partner is failed, lost, or not wanted. `accused`: engines that are at
+    fault; they do not count as partners, and do not serve alone.
     """
     if role is Role.AGGREGATED:
         return Verdict(True, "Serving.")
     other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
-    partners = list(up)
+    partners = [partner for partner in up if partner not in accused]
     if not partners:
         if coming:
             return Verdict(False, f"Answers; waits for a {other} engine to prove a KV transfer with.")
@@ -50,6 +81,8 @@ def may_serve(who: Incarnation, role: Role, *, up: Iterable[Incarnation], coming
     worked = sum(result is True for result in results.values())
     if untried:
         return Verdict(False, f"Answers; KV transfer proved with {worked} of {len(results)} {other} engines.")
+    if not worked and role is Role.DECODE and who not in accused:
+        return Verdict(True, "Serving alone: no KV transfer works, so every prompt is computed here.")
     if not worked:
         return Verdict(False, f"Answers, but the KV transfer with every {other} engine failed.")
     broken = len(results) - worked

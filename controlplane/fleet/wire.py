@@ -233,7 +233,7 @@ class SnapshotEngine(Struct, frozen=True):
     ranks: int = 1
     """Data-parallel ranks: rank n publishes on the ports above plus n, as vLLM does."""
     suspect: bool = False
-    """Its node is silent: use it only when no other engine is there."""
+    """Its node is silent, or routers blame it: use it only when no other engine is there."""
 
 
 class SnapshotDeployment(Struct, frozen=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -26,7 +26,7 @@ from controlplane.fleet.model import (
     Role,
     Runtime,
 )
-from controlplane.fleet.wire import FleetSnapshot, NodeReport, RouterStatus
+from controlplane.fleet.wire import Fault, FleetSnapshot, NodeReport, RouterStatus
 from controlplane.nodes.models import Node
 from controlplane.publish import InMemoryPublisher
 
@@ -76,6 +76,8 @@ class Agent:
         self.failing: dict[str, str] = {}
         """Engines that exit with code 1 when they start: id or name prefix, reason."""
         self.broken_pairs = False
+        self.broken: dict[tuple[str, str], Role | None] = {}
+        """Pairs whose transfer fails, by parts of the names of prefill and decode: and the side that fails by itself."""
 
     def beat(self) -> None:
         if self.silent:
@@ -148,14 +150,14 @@ class Agent:
                 load=EngineLoad(),
             )
         if seen.phase is Phase.WARMING:
-            proofs = tuple(
-                PairProof(
-                    p.engine, p.attempt, not self.broken_pairs, "64 KiB moved" if not self.broken_pairs else "refused"
-                )
-                for p in assignment.peers
-            )
-            return replace(seen, pairs=proofs)
+            return replace(seen, pairs=tuple(self._proof(p.engine, p.attempt, seen.engine) for p in assignment.peers))
         return seen
+
+    def _proof(self, prefill: str, attempt: int, decode: str) -> PairProof:
+        for (left, right), side in self.broken.items():
+            if left in prefill and right in decode:
+                return PairProof(prefill, attempt, False, "refused", fault=side)
+        return PairProof(prefill, attempt, not self.broken_pairs, "refused" if self.broken_pairs else "64 KiB moved")
 
 
 class Fleet:
@@ -168,6 +170,8 @@ class Fleet:
         self.ports = 20000
         self.router: RouterStatus | None = RouterStatus("r1", 0)
         self.in_flight: dict[str, int] = {}
+        self.blames: set[str] = set()
+        """Engines that the router sees fail: parts of their ids. It knows those that its snapshot names."""
 
     def join(self, name: str, known: NodeFacts | None = None) -> Agent:
         Node.objects.create(name=name)
@@ -181,10 +185,18 @@ class Fleet:
             agent.beat()
         if self.router is not None:
             version = self.publisher.snapshot_version() or 0
-            self.publisher.routers = [RouterStatus("r1", version, in_flight=dict(self.in_flight))]
+            self.publisher.routers = [
+                RouterStatus("r1", version, in_flight=dict(self.in_flight), faults=tuple(self._faults()))
+            ]
         else:
             self.publisher.routers = []
         loop.one_step(self.now, self.publisher)
+
+    def _faults(self) -> Iterator[Fault]:
+        known = [e for s in self.publisher.snapshots[-1:] for d in s.deployments for e in d.engines]
+        for engine in known:
+            if any(part in engine.id for part in self.blames):
+                yield Fault(engine.id, engine.attempt, "status-500", f"{engine.name} answers 500.", 9.0, 5)
 
     def run(self, seconds: int) -> None:
         for _ in range(seconds):
