@@ -58,7 +58,8 @@ soak: dev ## the flows (mixed load, restarts, kills) again and again (SOAK_SECON
 		while [ $$(date +%s) -lt $$end ]; do $(RUN) -m pytest tests/flows -q -x || exit 1; done
 
 clean: ## remove the virtual environment and caches of this checkout, never the state folder
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info test-results
+	if [ -e .venv ] || [ -L .venv ]; then mv .venv .venv.old-$$$$; fi
+	rm -rf .venv.old-* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info test-results
 	find . -name __pycache__ -not -path './.tandem/*' -prune -exec rm -rf {} +
 
 product: ## install Tandem into .venv and start nothing (for nodes, or for the router alone)
@@ -67,7 +68,7 @@ product dev:
 		'`apt-get install python3 python3-venv`), or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python' >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo 'Tandem needs Python 3.11 or newer, and' \
 		'$(PYTHON) is older or does not run: name another one, make $(MAKECMDGOALS) PYTHON=/path/to/python' >&2; exit 1; }
-	@exec $(PYTHON) controlplane/up/bootstrap.py $(filter dev,$@)
+	@exec $(PYTHON) controlplane/up/bootstrap.py $(filter dev,$@) $(if $(filter file,$(origin PYTHON)),,--this-python)
 
 parts: dev
 	@missing=; \

@@ -1,7 +1,8 @@
 """The checkout's virtual environment, for `make`: made, kept in step with the pins, made anew after an interruption.
 
 Runs with any Python from 3.11 on and the standard library alone, before anything is installed:
-`python bootstrap.py` for the product, `python bootstrap.py dev` for tests and checks too.
+`python bootstrap.py` for the product, `python bootstrap.py dev` for tests and checks too. With `--this-python` an environment of
+another Python is made anew.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -21,29 +23,34 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[2]
 VENV = CHECKOUT / ".venv"
 UNFINISHED = VENV / ".tandem-unfinished"
-"""There while pip works: what it leaves behind when it is interrupted is not trusted."""
+"""There from the first moment until all is installed: what an interruption leaves behind is not trusted."""
+OLD = ".venv.old-"
+"""An environment that is being removed: it has another name first, so that half of it is never taken for a whole one."""
 
 
 class Refused(Exception):
     """A sentence that says what to do."""
 
 
-def ensure(extra: str) -> None:
-    """Make the environment hold what pyproject.toml and constraints.txt ask for. Takes no time when it does.
+def ensure(extra: str, *, this_python: bool = False) -> None:
+    """Make the environment hold what pyproject.toml and constraints.txt ask for. Takes no time when it does. With
+    `this_python` it is also made anew when another Python than the running one made it.
 
-    Raises `Refused`.
+    Raises `Refused`; `OSError` for a full disk or a folder that cannot be written.
     """
     with _only_one():
-        if not _usable():
+        for old in CHECKOUT.glob(f"{OLD}*"):
+            _remove(old)
+        if not _usable(this_python):
             _create()
         wanted = _digest()
-        if any(_stamp(e).is_file() and _stamp(e).read_text() == wanted for e in {extra, "dev"}):
+        if any(_stamped(e)[:1] == [wanted] for e in {extra, "dev"}):
             return
         UNFINISHED.touch()
         _install(extra)
         for old in VENV.glob(".tandem-installed-*"):
             old.unlink()
-        _stamp(extra).write_text(wanted)
+        _stamp(extra).write_text("\n".join([wanted, *sorted(_packages())]))
         UNFINISHED.unlink()
 
 
@@ -51,39 +58,89 @@ def _stamp(extra: str) -> Path:
     return VENV / f".tandem-installed-{extra or 'product'}"
 
 
+def _stamped(extra: str) -> list[str]:
+    """Of what pins the environment was made, and after that what then was in it; empty: never."""
+    try:
+        return _stamp(extra).read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []
+
+
+def _packages() -> set[str]:
+    return {path.name for path in VENV.glob("lib/python3*/site-packages/*") if path.name != "__pycache__"}
+
+
 def _digest() -> str:
     texts = [(CHECKOUT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")]
     return hashlib.sha256(b"\0".join([*texts, str(CHECKOUT).encode()])).hexdigest()
 
 
-def _usable() -> bool:
-    """It is whole, was made at this place, and its Python still runs and is new enough."""
-    if UNFINISHED.exists() or not (VENV / "bin" / "python").exists():
+def _usable(this_python: bool) -> bool:
+    """It is whole, was made at this place, and its Python still runs, is new enough, and the one that was asked for."""
+    try:
+        cfg = (VENV / "pyvenv.cfg").read_text(errors="replace")
+    except OSError:
         return False
-    made = re.search(r"^command = .*$", (VENV / "pyvenv.cfg").read_text(), re.MULTILINE)
+    if UNFINISHED.exists() or not {name for e in ("", "dev") for name in _stamped(e)[1:]} <= _packages():
+        return False
+    made = re.search(r"^command = .*$", cfg, re.MULTILINE)
     if made and not made[0].endswith(str(VENV)):  # the checkout was moved: its scripts point nowhere
         return False
-    check = "import sys, importlib.util as u; sys.exit(sys.version_info < (3, 11) or u.find_spec('pip') is None)"
-    return subprocess.run([VENV / "bin" / "python", "-c", check], capture_output=True, check=False).returncode == 0
+    ask = "import sys, pip; print(sys.version_info >= (3, 11), *sys.version_info[:3], sys.base_prefix)"
+    try:
+        run = subprocess.run([VENV / "bin" / "python", "-c", ask], capture_output=True, text=True, check=False)
+    except OSError:
+        return False
+    told = run.stdout.strip().split(" ", 4)
+    if run.returncode or told[0] != "True":
+        return False
+    if this_python and told[1:] != [*map(str, sys.version_info[:3]), sys.base_prefix]:
+        _say(
+            f"The virtual environment .venv is of Python {'.'.join(told[1:4])} in {told[4]}; another one was asked for"
+        )
+        return False
+    return True
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        with contextlib.suppress(FileNotFoundError):  # somebody else removes it too
+            shutil.rmtree(path)
+
+
+def _discard() -> None:
+    if os.path.lexists(VENV):
+        old = CHECKOUT / f"{OLD}{os.getpid()}"
+        VENV.rename(old)
+        _remove(old)
 
 
 def _create() -> None:
-    shutil.rmtree(VENV, ignore_errors=True)
+    _discard()
     version = ".".join(map(str, sys.version_info[:3]))
     _say(f"Making the virtual environment .venv with Python {version}")
+    VENV.mkdir()
+    UNFINISHED.touch()
     result = _venv()
-    if result.returncode and os.geteuid() == 0 and shutil.which("apt-get"):
-        package = f"python3.{sys.version_info[1]}-venv"
+    lacking = importlib.util.find_spec("ensurepip") is None  # Debian has it in a package of its own
+    package = f"python3.{sys.version_info[1]}-venv"
+    if result.returncode and lacking and os.geteuid() == 0 and shutil.which("apt-get"):
         _say(f"This Python lacks its venv module; installing {package}")
         subprocess.run(["apt-get", "install", "-y", "-qq", package], capture_output=True, check=False)
         result = _venv()
     if result.returncode:
-        shutil.rmtree(VENV, ignore_errors=True)
-        raise Refused(
-            f"{sys.executable} cannot make a virtual environment. On Debian and Ubuntu install what is missing with "
-            f"`apt-get install python3.{sys.version_info[1]}-venv`, or name another Python: make up PYTHON=/path/to/python\n"
-            + (result.stderr or result.stdout).strip()[-500:]
+        _discard()
+        free = shutil.disk_usage(CHECKOUT).free >> 20
+        remedy = (
+            f"On Debian and Ubuntu install what is missing with `apt-get install {package}`, or name another Python: "
+            "make up PYTHON=/path/to/python"
+            if lacking
+            else f"The disk of {CHECKOUT} has {free} MiB free; make room if that is too little, and type the same again."
         )
+        said = (result.stderr or result.stdout).strip()[-500:]
+        raise Refused(f"{sys.executable} cannot make a virtual environment. {remedy}\n{said}")
 
 
 def _venv() -> subprocess.CompletedProcess[str]:
@@ -149,12 +206,16 @@ def _say(text: str) -> None:
 
 if __name__ == "__main__":
     try:
-        ensure(sys.argv[1] if len(sys.argv) > 1 else "")
+        ensure("dev" if "dev" in sys.argv else "", this_python="--this-python" in sys.argv)
     except Refused as refusal:
         sys.exit(str(refusal))
     except PermissionError as error:
         sys.exit(
             f"{error.filename}: this user may not use it. Make a checkout of your own, or give this one to this user."
+        )
+    except OSError as error:
+        sys.exit(
+            f"{error.filename or CHECKOUT}: {error.strerror}. Put this right and type the same again: it starts clean."
         )
     except KeyboardInterrupt:
         sys.exit("Interrupted. The next make starts clean.")
