@@ -75,7 +75,9 @@ class EngineResource(serializers.Serializer[Any]):
     retry_at = serializers.DateTimeField(allow_null=True, help_text="When a failed engine is tried again.")
     node = serializers.CharField(source="node_name", allow_null=True)
     gpus = serializers.ListField(child=serializers.IntegerField(), source="engine.gpus")
-    runtime = serializers.CharField(source="engine.runtime", help_text="sim, cpu or gpu; empty until placed.")
+    runtime = serializers.CharField(
+        source="engine.runtime", help_text="sim (a stand-in: its answers are made up), cpu or gpu; empty until placed."
+    )
     in_flight = serializers.IntegerField(allow_null=True, help_text="Requests now, as the routers count them.")
     pid = serializers.IntegerField(source="observation.pid", allow_null=True, help_text="Of its process on its node.")
     observation = ObservationField(help_text="What its node's agent saw last.")

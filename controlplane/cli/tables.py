@@ -101,6 +101,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("STATE", lambda r: r["state"]),
         Column("SINCE", lambda r: _age(r["since"])),
         Column("NODE", lambda r: r["node"] or ""),
+        Column("RUNTIME", lambda r: "stand-in" if r["runtime"] == "sim" else r["runtime"]),
         Column("IN FLIGHT", lambda r: "" if r["in_flight"] is None else str(r["in_flight"])),
         Column("ATTEMPT", _attempt),
         Column("", lambda r: r["reason"], fold=True),

@@ -34,7 +34,13 @@ class Column(NamedTuple):
     """aria-sort."""
 
 
-_COLUMNS = (("name", "Deployment"), ("status", "Status"), ("engines", "Engines ready"), ("in-flight", "In flight"))
+_COLUMNS = (
+    ("name", "Deployment"),
+    ("status", "Status"),
+    ("model", "Model"),
+    ("engines", "Engines ready"),
+    ("in-flight", "In flight"),
+)
 
 
 def _sorted(lines: list[Line], key: str, down: bool) -> list[Line]:
@@ -42,6 +48,8 @@ def _sorted(lines: list[Line], key: str, down: bool) -> list[Line]:
     lines = sorted(lines, key=lambda line: line.row.deployment.name, reverse=down and key == "name")
     if key == "status":
         lines.sort(key=lambda line: order[line.row.condition.status], reverse=down)
+    elif key == "model":
+        lines.sort(key=lambda line: line.row.spec.model, reverse=down)
     elif key == "engines":
         lines.sort(key=lambda line: sum(ready for _, ready, _ in line.pools), reverse=down)
     elif key == "in-flight":
@@ -96,5 +104,6 @@ def _haystack(line: Line) -> str:
         line.look.word,
         line.row.condition.sentence,
         line.row.cache_sentence,
+        "stand-ins" if line.row.stands_in else "",
     )
     return " ".join(words).lower()

@@ -19,7 +19,7 @@ from controlplane.deployments.snapshot import condition_of
 from controlplane.deployments.world import EngineRecord
 from controlplane.fleet.errors import NotFound, Unavailable
 from controlplane.fleet.lifecycle import HOLDS_NODE, State, backoff_seconds
-from controlplane.fleet.model import Observation, Role
+from controlplane.fleet.model import Observation, Role, Runtime
 from controlplane.fleet.spec import DeploymentSpec
 from controlplane.fleet.status import Condition
 from controlplane.fleet.wire import CacheState, RouterStatus
@@ -54,6 +54,11 @@ class DeploymentRow:
     """How exact cache-aware routing is, by the router that knows least and engines' short names; None: none asked for."""
     advice: list[str]
     """What else its owner should know though nothing has failed."""
+
+    @property
+    def stands_in(self) -> bool:
+        """Some engine of it is a stand-in: what it answers is made up."""
+        return any(row.engine.runtime == Runtime.SIM for row in self.engines)
 
     @property
     def cache_sentence(self) -> str:
@@ -197,6 +202,9 @@ def _cache(name: str, engines: list[EngineRecord], routers: list[RouterStatus]) 
 def _advice(engines: list[EngineRecord]) -> list[str]:
     notices = []
     holding = [e for e in engines if e.state in HOLDS_NODE]
+    if stand_ins := sum(e.runtime is Runtime.SIM for e in holding):
+        one = stand_ins == 1
+        notices.append(f"{'Stand-in engine: its' if one else 'Stand-in engines: their'} answers are made up.")
     cards: dict[tuple[str | None, int], set[Role]] = {}
     for engine in holding:
         for gpu in engine.gpus:

