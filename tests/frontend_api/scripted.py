@@ -147,6 +147,9 @@ class ScriptedEngine:
                 headers = {k.lower(): v for k, _, v in (line.partition(": ") for line in head[1:] if line)}
                 raw = await reader.readexactly(int(headers.get("content-length", 0)))
                 heard = Heard(head[0].split()[1], headers, raw)
+                if heard.target == "/metrics":  # routers ask by themselves, beside the requests
+                    writer.write(unary({}, 404))
+                    continue
                 self.heard.append(heard)
                 answering = asyncio.ensure_future(self.answer(heard, writer))
                 leaving = asyncio.ensure_future(_until_eof(reader))
