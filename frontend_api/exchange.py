@@ -29,7 +29,7 @@ from frontend_api.limits.answers import Refusal
 from frontend_api.limits.charges import BYTES_PER_TOKEN
 from frontend_api.limits.use import Hold
 from frontend_api.observe import explain
-from frontend_api.observe.account import Account
+from frontend_api.observe.account import Account, Used
 from frontend_api.observe.decisions import Kept
 from frontend_api.routing.costs import ANSWER_TOKENS, Need
 from frontend_api.routing.outcomes import DOUBT_SECONDS
@@ -66,6 +66,7 @@ class Exchange:
         self.endpoint = endpoint
         self.account = Account(request.received_at)
         self._ask = ask
+        self._size = len(request.body)
         self._deployment = deployment
         self._explain = request.headers.get(b"x-tandem-explain") == b"1"
         self.leg: Leg | None = None
@@ -396,8 +397,9 @@ class Exchange:
             leg.cancel()
         if self.connection.exchange is self:
             self.connection.exchange = None
+        used = self.account.counted or self._used(status, result)
         if self._hold is not None:
-            self._settle(self._hold, status, result)
+            self._settle(self._hold, status, used.total)
         key = self.request.key
         account, trace, prompt = self.account, self._trace, self._prompt
         record = account.record(
@@ -408,6 +410,7 @@ class Exchange:
             trace,
             status,
             result,
+            used,
         )
         stages = account.stages()
         self.router.telemetry.record(record, stages)
@@ -430,8 +433,14 @@ class Exchange:
                 text = "%s of %s counted %d prompt tokens in a request to %s; the router had %d."
                 log.warning(text, engine, cache.name, counted, self.endpoint.path, tokens)
 
-    def _settle(self, hold: Hold, status: int, result: Result) -> None:
+    def _used(self, status: int, result: Result) -> Used:
+        hold, prompt = self._hold, self._prompt
+        if hold is not None:
+            return self.account.used(self.endpoint, result, status, hold.estimate, hold.tokens)
+        tokens = prompt.tokens if prompt is not None else None
+        guess = charges.guess(self.endpoint, self._size, tokens, self._ask.limit)
+        return self.account.used(self.endpoint, result, status, guess, guess.prompt + guess.output)
+
+    def _settle(self, hold: Hold, status: int, tokens: int) -> None:
         self._hold = None
-        account = self.account
-        cost = charges.charge(self.endpoint, account, result, status, hold.estimate, hold.tokens)
-        self.router.limits.settle(hold, cost, counts=status < 500 or account.streamed)
+        self.router.limits.settle(hold, tokens, counts=status < 500 or self.account.streamed)

@@ -62,6 +62,7 @@ class PrefillLeg:
         exchange = self._exchange
         exchange.account.prefill_seconds = perf_counter() - self._began_at
         if self._status == 200:
+            exchange.account.prefill_reply = body
             exchange.advance(steps.Prefilled(openai.read_params(body), monotonic()))
         else:
             exchange.advance(steps.Replied(self._status, body, _retry_after(self._headers)))

@@ -388,8 +388,11 @@ class RequestRecord(Struct, frozen=True, omit_defaults=True):
     """Legs that gave nothing before the request was served another way, or not at all: `prefill-status-404 <engine>`,
     `transfer-silent <prefill engine> <decode engine>`."""
     prompt_tokens: int | None = None
+    """What it used: what its key is charged and the metrics count, also of a request that was cut or left."""
     cached_tokens: int | None = None
     output_tokens: int | None = None
+    estimated_tokens: int = 0
+    """Of prompt and output, those that no engine told of: the router's own count or estimate."""
     overlap_tokens: int | None = None
     """Tokens of the prompt that the router expected the engine to have already; None: it did not ask."""
     prefill_seconds: float | None = None

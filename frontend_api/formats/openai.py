@@ -332,6 +332,15 @@ def read_params(reply: bytes) -> bytes | None:
         return None
 
 
+def read_counts(reply: bytes, usage: Usage) -> None:
+    """Take in the counts of a reply that goes to no client."""
+    if reply:
+        try:
+            usage.add(_reply.decode(reply).usage)
+        except UNREADABLE:
+            return
+
+
 def side_channel(params: bytes) -> str:
     """host:port where the KV of such params is asked for; empty: they do not say it."""
     try:

@@ -1,4 +1,4 @@
-"""How many tokens a request is charged: an estimate before it is served, what was seen afterwards. Pure."""
+"""How many tokens a request may cost, estimated before it is served. What it has used in the end `Account.used` says. Pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from controlplane.fleet.errors import InvalidInput
-from controlplane.fleet.wire import Result
 from frontend_api.formats.openai import Endpoint, Shape
-from frontend_api.observe.account import Account
 
 USUAL_OUTPUT = 256
 """Tokens reserved for an answer whose length the client left open."""
@@ -77,6 +75,18 @@ def estimate(endpoint: Endpoint, body: bytes, tokens: int | None, budget: int | 
     return Estimate(prompt, output, (tokens or 0) + sure)
 
 
+def guess(endpoint: Endpoint, size: int, tokens: int | None, limit: int | None) -> Estimate:
+    """The same of a request of which only this is at hand: the bytes of its body, the tokens of its prompt if known, and how long
+    its answer may be, if it says so."""
+    if endpoint.path in _FREE:
+        return NOTHING
+    prompt = tokens if tokens is not None else -(-size // BYTES_PER_TOKEN)
+    if not endpoint.generates:
+        return Estimate(prompt, 0, 0)
+    usual = COMPLETION_OUTPUT if endpoint.shape is Shape.TEXT else USUAL_OUTPUT
+    return Estimate(prompt, min(limit or usual, MOST), (tokens or 0) + min(limit or 0, MOST))
+
+
 def _length(endpoint: Endpoint, fields: _Lengths) -> int | None:
     if endpoint.shape is Shape.RESPONSES:
         return _number(fields.max_output_tokens)
@@ -100,19 +110,3 @@ def _prompts(prompt: Raw) -> int:
     items = _list.decode(text)
     first = bytes(items[0])[:1] if items else b""
     return len(items) if first in (b'"', b"[") else 1
-
-
-def charge(endpoint: Endpoint, account: Account, result: Result, status: int, before: Estimate, reserved: int) -> int:
-    """After a request has ended, however. An engine that never answered costs nothing; a stream that was cut, what was seen of
-    it; a client that left while its prompt was read, the prompt; an answer without counts, what was reserved."""
-    usage, reader = account.usage, account.reader
-    seen = 0
-    if reader is not None:
-        seen = max(0, reader.texts - (1 if endpoint.shape is Shape.CHAT else 0))  # a chat's first event is its role
-    if usage.prompt is not None:
-        return usage.prompt + max(usage.output or 0, seen)
-    if reader is not None and account.streamed:
-        return before.prompt + max(usage.output or 0, seen)
-    if result is Result.ABORTED:
-        return before.prompt if account.sent_at else 0
-    return reserved if status == 200 else 0

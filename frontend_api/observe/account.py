@@ -6,7 +6,8 @@ from time import perf_counter, time
 from typing import TYPE_CHECKING
 
 from controlplane.fleet.wire import RequestRecord, Result
-from frontend_api.formats.openai import Endpoint, Shape, Usage
+from frontend_api.formats.openai import Endpoint, Shape, Usage, read_counts
+from frontend_api.limits.charges import Estimate
 
 if TYPE_CHECKING:
     from frontend_api.flow import Trace
@@ -15,6 +16,23 @@ if TYPE_CHECKING:
 STAGES = ("read", "tokenise", "choose", "send", "limit")
 """Of the router's own time before the first byte to an engine: key, model and fields; token ids; engines; body and
 connection; and, for keys that have some, their limits."""
+
+
+class Used:
+    """The tokens that a request has used: what its record, the metrics, its key's limits and decisions say alike."""
+
+    __slots__ = ("cached", "estimated", "output", "prompt")
+
+    def __init__(self, prompt: int | None, cached: int | None, output: int | None, estimated: int = 0) -> None:
+        self.prompt = prompt
+        self.cached = cached
+        self.output = output
+        self.estimated = estimated
+        """Of prompt and output, those that no engine told of: the router's own count or estimate."""
+
+    @property
+    def total(self) -> int:
+        return (self.prompt or 0) + (self.output or 0)
 
 
 class Account:
@@ -27,6 +45,7 @@ class Account:
         "first_text_at",
         "last_text_at",
         "longest_gap",
+        "prefill_reply",
         "prefill_seconds",
         "queue_seconds",
         "reader",
@@ -47,6 +66,8 @@ class Account:
         self.admitted_at = 0.0
         """Its key has room; 0: that was not asked, as the key is not limited."""
         self.sent_at = self.first_text_at = self.last_text_at = self.longest_gap = 0.0
+        self.prefill_reply = b""
+        """Of the last prefill leg that gave KV: it has counts, should the answer's never come."""
         self.prefill_seconds: float | None = None
         self.queue_seconds: float | None = None
         """Spent waiting for an engine with room; None: it never had to."""
@@ -129,12 +150,51 @@ class Account:
             return 0, 0.0
         return (self.usage.output or self.reader.texts) - 1, self.last_text_at - self.first_text_at
 
+    @property
+    def counted(self) -> Used | None:
+        """What the request has used, if the engine told all of it."""
+        usage, reader = self.usage, self.reader
+        if usage.prompt is None or usage.output is None or not (reader is None or reader.done):
+            return None
+        return Used(usage.prompt, usage.cached, usage.output)
+
+    def used(self, endpoint: Endpoint, result: Result, status: int, before: Estimate, reserved: int) -> Used:
+        """What the request has used, however it ended. An engine that never answered costs nothing; a stream that was cut, what
+        was seen of it; a client that left while its prompt was read, the prompt; an answer without counts, what was `reserved`,
+        `before` of that for its prompt."""
+        usage, reader = self.usage, self.reader
+        seen = 0
+        if reader is not None:
+            seen = max(0, reader.texts - (1 if endpoint.shape is Shape.CHAT else 0))  # a chat's first event is its role
+        output = max(usage.output or 0, seen)
+        estimated = output - (usage.output or 0)
+        if usage.prompt is not None:
+            return Used(usage.prompt, usage.cached, output, estimated)
+        begun = reader is not None and self.streamed
+        if begun or (result is Result.ABORTED and self.sent_at):
+            counts = Usage()
+            read_counts(self.prefill_reply, counts)
+            if counts.prompt is not None:
+                return Used(counts.prompt, counts.cached, output, estimated)
+            return Used(before.prompt, None, output, before.prompt + estimated)
+        if status == 200 and reserved and result is not Result.ABORTED:
+            prompt = min(before.prompt, reserved)
+            return Used(prompt, None, reserved - prompt, reserved)
+        return Used(None, None, usage.output)
+
     def record(
-        self, request_id: str, deployment: str, endpoint: Endpoint, key: str, trace: Trace, status: int, result: Result
+        self,
+        request_id: str,
+        deployment: str,
+        endpoint: Endpoint,
+        key: str,
+        trace: Trace,
+        status: int,
+        result: Result,
+        used: Used,
     ) -> RequestRecord:
         """The request ends now."""
         now = perf_counter()
-        usage = self.usage
         steps, seconds = self.written()
         first = self.first_text_at
         return RequestRecord(
@@ -152,9 +212,10 @@ class Account:
             fallback=trace.fallback,
             fallback_cause=trace.cause if trace.fallback else "",
             tried=tuple(map(str, trace.tried)) if trace.tried else (),
-            prompt_tokens=usage.prompt,
-            cached_tokens=usage.cached,
-            output_tokens=usage.output,
+            prompt_tokens=used.prompt,
+            cached_tokens=used.cached,
+            output_tokens=used.output,
+            estimated_tokens=used.estimated,
             overlap_tokens=trace.overlap,
             prefill_seconds=self.prefill_seconds,
             ttft=first - self.received_at if first else None,

@@ -94,6 +94,8 @@ class Decision(Struct):
     overlap_tokens: int | None
     cached_tokens: int | None
     """As the engine reported them."""
+    used: dict[str, int]
+    """Tokens that it used, as its record and its key count them: prompt, output, and, of both, estimated."""
     result: str
     status: int
     queue_seconds: float | None
@@ -306,6 +308,11 @@ def _decision(kept: Kept, process: int) -> Decision:
         prompt_tokens=kept.prompt_tokens,
         overlap_tokens=record.overlap_tokens,
         cached_tokens=record.cached_tokens,
+        used={
+            "prompt": record.prompt_tokens or 0,
+            "output": record.output_tokens or 0,
+            "estimated": record.estimated_tokens,
+        },
         result=record.result,
         status=record.status,
         queue_seconds=record.queue_seconds,

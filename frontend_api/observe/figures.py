@@ -100,8 +100,9 @@ COUNTERS: dict[str, Metric] = {
     ),
     "tokens_total": Metric(
         ("deployment", "kind"),
-        "Tokens. prompt, output, cached: as the engines report them; overlap: of the prompt, what the router expected its "
-        "engine to have already.",
+        "Tokens that requests used, cut and abandoned ones too; keys are charged the same. prompt, output, cached: as the "
+        "engines report them; estimated: of prompt and output, what no engine told of, by the router's own count or estimate; "
+        "overlap: of the prompt, what the router expected its engine to have already.",
     ),
     "kv_events_total": Metric(
         ("deployment", "kind"),

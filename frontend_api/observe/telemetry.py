@@ -125,6 +125,8 @@ class Telemetry:
             self._tokens[deployment, "output"] += record.output_tokens
         if record.cached_tokens:
             self._tokens[deployment, "cached"] += record.cached_tokens
+        if record.estimated_tokens:
+            self._tokens[deployment, "estimated"] += record.estimated_tokens
         if record.overlap_tokens:
             self._tokens[deployment, "overlap"] += record.overlap_tokens
         if record.stream:

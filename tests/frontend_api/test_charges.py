@@ -12,7 +12,7 @@ from frontend_api.formats.openai import ENDPOINTS, Shape
 from frontend_api.formats.sse import EventReader
 from frontend_api.limits import answers
 from frontend_api.limits.answers import Refusal, Standing, duration
-from frontend_api.limits.charges import COMPLETION_OUTPUT, MOST, USUAL_OUTPUT, Estimate, charge, estimate
+from frontend_api.limits.charges import COMPLETION_OUTPUT, MOST, USUAL_OUTPUT, Estimate, estimate, guess
 from frontend_api.limits.windows import Bound
 from frontend_api.observe.account import Account
 
@@ -56,6 +56,7 @@ def test_an_estimate_holds_what_was_asked_for(endpoint: Any, body: dict[str, Any
     data = json.dumps(body).encode().replace(b"Infinity", b"1e999")
     guessed = estimate(endpoint, data, None, None)
     assert guessed == Estimate(-(-len(data) // 4), output, sure)
+    assert guess(endpoint, len(data), None, None).prompt == guessed.prompt
     if endpoint.generates:
         assert estimate(endpoint, data, 50, None) == Estimate(50, output, sure + 50)
 
@@ -75,9 +76,16 @@ def test_a_guess_never_takes_more_than_the_budget_but_what_is_sure_does() -> Non
 
 
 def account(
-    *, prompt: int | None = None, output: int | None = None, texts: int | None = None, sent: bool = True
+    *,
+    prompt: int | None = None,
+    output: int | None = None,
+    texts: int | None = None,
+    sent: bool = True,
+    prefilled: int | None = None,
 ) -> Account:
     made = Account(0.0)
+    if prefilled:
+        made.prefill_reply = json.dumps({"usage": {"prompt_tokens": prefilled, "completion_tokens": 1}}).encode()
     made.usage.prompt, made.usage.output = prompt, output
     made.sent_at = 1.0 if sent else 0.0
     if texts is not None:
@@ -91,26 +99,39 @@ BEFORE, RESERVED = Estimate(40, 60, 60), 100
 
 
 @pytest.mark.parametrize(
-    ("seen", "result", "status", "tokens"),
+    ("seen", "result", "status", "prompt", "output", "estimated"),
     [
-        (account(prompt=30, output=7), Result.OK, 200, 37),
-        (account(prompt=30), Result.OK, 200, 30),
-        (account(), Result.OK, 200, RESERVED),  # an answer without counts is never free
-        (account(prompt=30, output=7, texts=8), Result.OK, 200, 37),
-        (account(texts=6), Result.TRUNCATED, 200, 45),  # role and five texts
-        (account(texts=6), Result.ABORTED, 499, 45),
-        (account(prompt=30, output=1, texts=6), Result.ABORTED, 499, 35),  # counts that began and were cut off
-        (account(), Result.ABORTED, 499, 40),  # its prompt was being read
-        (account(sent=False), Result.ABORTED, 499, 0),
-        (account(), Result.REFUSED, 400, 0),
-        (account(), Result.FAILED, 503, 0),
-        (account(), Result.FAILED, 504, 0),
-        (account(sent=False), Result.FAILED, 503, 0),
+        (account(prompt=30, output=7), Result.OK, 200, 30, 7, 0),
+        (account(prompt=30), Result.OK, 200, 30, 0, 0),
+        (account(), Result.OK, 200, 40, 60, 100),  # an answer without counts is never free
+        (account(prompt=30, output=7, texts=8), Result.OK, 200, 30, 7, 0),
+        (account(texts=6), Result.TRUNCATED, 200, 40, 5, 45),  # role and five texts
+        (account(texts=6), Result.ABORTED, 499, 40, 5, 45),
+        (account(texts=6, prefilled=33), Result.ABORTED, 499, 33, 5, 5),  # the prefill engine has counted the prompt
+        (account(prompt=30, output=1, texts=6), Result.ABORTED, 499, 30, 5, 4),  # counts that began and were cut off
+        (account(), Result.ABORTED, 499, 40, 0, 40),  # its prompt was being read
+        (account(prefilled=33), Result.ABORTED, 499, 33, 0, 0),
+        (account(sent=False), Result.ABORTED, 499, 0, 0, 0),
+        (account(), Result.REFUSED, 400, 0, 0, 0),
+        (account(), Result.FAILED, 503, 0, 0, 0),
+        (account(prefilled=33), Result.FAILED, 504, 0, 0, 0),
+        (account(sent=False), Result.FAILED, 503, 0, 0, 0),
     ],
-    ids=range(13),
+    ids=range(15),
 )
-def test_what_was_seen_is_charged(seen: Account, result: Result, status: int, tokens: int) -> None:
-    assert charge(CHAT, seen, result, status, BEFORE, RESERVED) == tokens
+def test_what_was_seen_is_what_a_request_has_used(
+    seen: Account, result: Result, status: int, prompt: int, output: int, estimated: int
+) -> None:
+    used = seen.used(CHAT, result, status, BEFORE, RESERVED)
+    assert (used.prompt or 0, used.output or 0, used.estimated, used.total) == (
+        prompt,
+        output,
+        estimated,
+        prompt + output,
+    )
+    whole = seen.counted
+    if whole is not None and result is Result.OK:
+        assert (whole.prompt, whole.output, whole.estimated) == (used.prompt, used.output, 0)
 
 
 @pytest.mark.parametrize(
