@@ -104,9 +104,9 @@ class Trace:
     def computed_itself(self) -> bool:
         """The counts show that decode had KV to fetch and computed the prompt itself."""
         usage, params = self.usage, self.params
-        if usage is None or params is None or usage.cached != 0:
+        if usage is None or params is None or not (usage.cached == 0 or usage.created):
             return False
-        return computed_itself(cached_at_prefill(params), usage.prompt, usage.cached, self.block_size)
+        return computed_itself(usage, cached_at_prefill(params), self.block_size)
 
     def look_at_counts(self) -> bool:
         """Call it a fallback if the counts show it. Returns whether they do."""

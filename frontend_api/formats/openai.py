@@ -371,11 +371,13 @@ _COUNTABLE = 1 << 40
 class Usage:
     """Token counts, merged per field: a later event that lacks one does not erase it."""
 
-    __slots__ = ("cached", "output", "prompt")
+    __slots__ = ("cached", "created", "output", "prompt")
 
     def __init__(self) -> None:
         self.prompt: int | None = None
         self.cached: int | None = None
+        self.created: int | None = None
+        """Of the prompt, tokens that the answering engine computed in whole KV blocks."""
         self.output: int | None = None
 
     def add(self, counts: Any) -> None:
@@ -391,7 +393,9 @@ class Usage:
         details = counts.get("prompt_tokens_details") or counts.get("input_tokens_details")
         if isinstance(details, dict):
             self.cached = _count(details, "cached_tokens", "cached_tokens", self.cached)
+            self.created = _count(details, "created_cache_tokens", "cache_write_tokens", self.created)
         self.cached = _count(counts, "cache_read_input_tokens", "cache_read_input_tokens", self.cached)
+        self.created = _count(counts, "cache_creation_input_tokens", "cache_creation_input_tokens", self.created)
 
 
 def _count(counts: dict[str, Any], name: str, other: str, before: int | None) -> int | None:

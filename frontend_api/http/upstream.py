@@ -156,6 +156,11 @@ class Connection:
         self._pool.outbox.write(self._transport, request)
 
     @property
+    def began(self) -> bool:
+        """Some of a reply has come."""
+        return self._began
+
+    @property
     def usable(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
@@ -445,6 +450,10 @@ class Pool:
         self.opened.discard(connection)
         if connection in self.idle:
             self.idle.remove(connection)
+
+    def heard_since(self, at: float) -> bool:
+        """Whether the engine has written some of an answer since then (monotonic)."""
+        return any(c.leg is not None and c.began and c.leg.last_byte_at > at for c in self.opened)
 
     @property
     def in_use(self) -> bool:

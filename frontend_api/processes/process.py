@@ -31,6 +31,7 @@ from frontend_api.limits.reserve import PATIENCE, KeyLimits
 from frontend_api.observe.decisions import Decisions
 from frontend_api.observe.shared import Slots
 from frontend_api.observe.telemetry import Telemetry
+from frontend_api.probing import Prober
 from frontend_api.processes import listeners
 from frontend_api.processes.handout import Entrance
 from frontend_api.routing.gossip import Gossip
@@ -123,6 +124,7 @@ async def run(
     if index == 0:  # the others know the same
         tasks.append(loop.create_task(saved.run()))
         tasks.append(loop.create_task(RoomReader(view, router.loads, upstreams).run()))
+    tasks.append(loop.create_task(Prober(upstreams, router.outcomes).run()))
     tasks.append(loop.create_task(TokenCheck(evidence, upstreams, telemetry.count_token_check).run()))
     if slots is not None and slots.count > 1:
         tasks.append(loop.create_task(decisions.run()))

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable
 from math import inf
 
 from controlplane.fleet.wire import Fault
+from frontend_api.formats.openai import Usage
 from frontend_api.routing.view import Deployment, Engine, Health, View
 
 ENOUGH = 2
@@ -104,12 +105,14 @@ class Trouble:
 
     __slots__ = (
         "deployment", "failure", "failures", "out", "pause", "probe_at", "probed_silent", "probing", "rest_until", "since",
-        "told_at",
+        "told_at", "turn",
     )  # fmt: skip
 
-    def __init__(self, failure: Failure, deployment: Deployment, now: float) -> None:
+    def __init__(self, failure: Failure, deployment: Deployment, now: float, turn: int) -> None:
         self.failure = failure
         """The last one."""
+        self.turn = turn
+        """When it began, among the pairs that served."""
         self.deployment = deployment
         self.since = now
         self.failures = 0
@@ -149,6 +152,10 @@ class Outcomes:
         """Why, of each engine and pair that is out."""
         self._busy: set[Engine] = set()
         """Being probed."""
+        self._turn = 0
+        """Rises with each pair that serves, and each that fails for the first time."""
+        self._working: dict[tuple[Engine, Engine], int] = {}
+        """Pairs that served since something was wrong, and when last."""
         self._heard: dict[Engine, tuple[int, float]] = {}
         self._deployments: dict[str, Deployment] = {}
         self._news: list[str] = []
@@ -157,9 +164,14 @@ class Outcomes:
 
     def worked(self, engine: Engine, prefill: Engine | None = None) -> None:
         """A leg gave what it should. `prefill`: with that engine's KV."""
+        if prefill is not None:
+            self._turn += 1
+            self._working[prefill, engine] = self._turn
         trouble = self.troubles.pop((prefill, engine), None)
         if trouble is not None and trouble.out:
             self._back(trouble)
+        if not self.troubles:
+            self._working.clear()
 
     def doubt(self, failure: Failure, deployment: Deployment, now: float) -> Trouble:
         """A leg failed: see by a probe whether that is to be expected again."""
@@ -173,7 +185,8 @@ class Outcomes:
         subject = failure.prefill, failure.engine
         trouble = self.troubles.get(subject)
         if trouble is None:
-            trouble = self.troubles[subject] = Trouble(failure, deployment, now)
+            self._turn += 1
+            trouble = self.troubles[subject] = Trouble(failure, deployment, now, self._turn)
         elif not trouble.out:
             trouble.failure = failure
             if not trouble.probing:
@@ -283,6 +296,8 @@ class Outcomes:
 
     def _out(self, trouble: Trouble, now: float) -> None:
         trouble.out = True
+        if trouble.prefill is not None:
+            self._working.pop((trouble.prefill, trouble.engine), None)
         self._news.append(f"{trouble.deployment.name}: {trouble.failure.sentence(private=True)} It is left out.")
         if trouble.prefill is None:
             trouble.engine.judge(fails=True)
@@ -307,7 +322,7 @@ class Outcomes:
             assert at_fault is not None
             pairs = [(p, d) for p in deployment.prefill for d in deployment.decode if at_fault in (p, d)]
             failing = [pair for pair in pairs if self._pair_is_out(pair)]
-            if len(failing) < 2 or not all(self._works_elsewhere(p if decode else d, at_fault) for p, d in failing):
+            if len(failing) < 2 or not self._work_elsewhere(at_fault, failing):
                 continue
             for p, d in pairs:
                 if not self._pair_is_out((p, d)):
@@ -320,19 +335,14 @@ class Outcomes:
         trouble = self.troubles.get(pair)
         return trouble is not None and trouble.out
 
-    def _works_elsewhere(self, engine: Engine, without: Engine) -> bool:
-        """Whether transfers of an engine are not known to fail with all others than that one."""
-        deployment = next((d for d in self._deployments.values() if engine in (*d.prefill, *d.decode)), None)
-        if deployment is None:
-            return False
-        pairs = [(p, d) for p in deployment.prefill for d in deployment.decode if engine in (p, d)]
-        return any(
-            without not in pair
-            and not self._pair_is_out(pair)
-            and (pair[0].id, pair[1].id) not in deployment.broken_pairs
-            and not any(e.fails or e.health is Health.DOWN for e in pair)
-            for pair in pairs
-        )
+    def _work_elsewhere(self, engine: Engine, failing: Iterable[tuple[Engine, Engine]]) -> bool:
+        """Whether all partners of an engine's failing pairs have served with others since these pairs began to fail."""
+        for pair in failing:
+            partner = pair[0] if pair[1] is engine else pair[1]
+            since = self.troubles[pair].turn
+            if not any(partner in p and engine not in p and turn > since for p, turn in self._working.items()):
+                return False
+        return True
 
     def _changed(self) -> None:
         self.left_out = tuple(trouble.failure for trouble in self.troubles.values() if trouble.out)
@@ -353,6 +363,7 @@ class Outcomes:
             for subject, trouble in self.troubles.items()
             if subject[1] in present and (subject[0] is None or subject[0] in present)
         }
+        self._working = {pair: turn for pair, turn in self._working.items() if present.issuperset(pair)}
         for trouble in self.troubles.values():
             trouble.deployment = view.deployments.get(trouble.deployment.served_name, trouble.deployment)
         self._changed()
@@ -382,7 +393,7 @@ class Outcomes:
         return (*told, *self._of_pairs(pairs, now))
 
     def _of_pairs(self, pairs: Collection[Trouble], now: float) -> list[Fault]:
-        """One fault per engine whose pairs all fail, while its partners work with others; else one per pair."""
+        """One fault per engine that fails with several partners while these work with others; else one per pair."""
         told: list[Fault] = []
         seen: set[Engine] = set()
         for trouble in pairs:
@@ -400,9 +411,10 @@ class Outcomes:
         deployment = self._deployments.get(trouble.deployment.served_name, trouble.deployment)
         assert trouble.prefill is not None
         candidates = []
-        for engine, partner in ((trouble.engine, trouble.prefill), (trouble.prefill, trouble.engine)):
+        for engine in (trouble.engine, trouble.prefill):
             pairs = [(p, d) for p in deployment.prefill for d in deployment.decode if engine in (p, d)]
-            if all(self._pair_is_out(pair) for pair in pairs) and self._works_elsewhere(partner, engine):
+            several = len(pairs) > 1 and all(self._pair_is_out(pair) for pair in pairs)
+            if several and self._work_elsewhere(engine, pairs):
                 candidates.append(engine)
         return candidates[0] if len(candidates) == 1 else None
 
@@ -423,15 +435,19 @@ def _fault(
     )
 
 
-def computed_itself(params_cached: int | None, prompt: int | None, cached: int | None, block_size: int | None) -> bool:
-    """Whether an engine that was given KV params shows by its counts that it computed the prompt itself.
+def computed_itself(usage: Usage, cached_at_prefill: int | None, block_size: int | None) -> bool:
+    """Whether an engine that had KV to fetch shows by its counts that it computed the prompt itself.
 
-    `cached`: of the `prompt` tokens, what it says it had. `params_cached`: what prefill's params say that prefill had; None:
-    nothing. vLLM 0.32 repeats that figure as its own, so that a zero that comes from there proves nothing.
+    vLLM counts what it computed in whole blocks (`created`), save for text completions; that says it at once. Else it is known
+    only where the engine says that it had nothing cached: vLLM 0.32 repeats prefill's figure there (`cached_at_prefill`, None
+    if the params do not tell), so that a zero of prefill's proves nothing.
     """
-    if cached != 0 or params_cached == 0 or prompt is None:
+    block = block_size or LONGEST_BLOCK
+    if usage.prompt is None or usage.prompt < block:
         return False
-    return prompt >= (block_size or LONGEST_BLOCK)
+    if usage.created is not None and usage.created >= block and 2 * usage.created > usage.prompt:
+        return True
+    return usage.cached == 0 and cached_at_prefill != 0
 
 
 LONGEST_BLOCK = 128

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from frontend_api.formats.openai import ENDPOINTS, Endpoint
-from frontend_api.http.upstream import Failure, Upstreams
+from frontend_api.http.ask import Reply, ask
+from frontend_api.http.upstream import Upstreams
 from frontend_api.kv.evidence import Cache, Evidence, Tokenization, TokenSource
 from frontend_api.routing.view import Engine, Health
 
@@ -34,7 +35,6 @@ RETRY_SECONDS = 5.0
 ANSWER_SECONDS = 10.0
 UNVERIFIED_AFTER = 3
 """Vain attempts after which an engine that never answered is called unverified."""
-ANSWER_BYTES = 1 << 20
 _CHAT, _TEXT = ENDPOINTS["/v1/chat/completions"], ENDPOINTS["/v1/completions"]
 
 
@@ -127,39 +127,6 @@ def mismatches(tokens: TokenSource, answers: Mapping[Probe, Sequence[int]]) -> l
 
 class _Reply(msgspec.Struct):
     tokens: list[int]
-
-
-class Answer:
-    """Receives the reply to one probe. `done`: (status, body), or None where none came."""
-
-    def __init__(self) -> None:
-        self.done: asyncio.Future[tuple[int, bytes] | None] = asyncio.get_running_loop().create_future()
-        self._status = 0
-        self._body = b""
-
-    def sending(self) -> None:
-        pass
-
-    def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self._status = status
-
-    def body(self, data: bytes, last: bool, framed: bytes = b"") -> None:
-        self._body += data
-        if len(self._body) > ANSWER_BYTES:
-            self._settle(None)
-
-    def ended(self) -> None:
-        self._settle((self._status, self._body))
-
-    def failed(self, failure: Failure) -> None:
-        self._settle(None)
-
-    def crashed(self) -> None:
-        self._settle(None)
-
-    def _settle(self, result: tuple[int, bytes] | None) -> None:
-        if not self.done.done():
-            self.done.set_result(result)
 
 
 @dataclass
@@ -269,14 +236,6 @@ class TokenCheck:
                 return None
         return await asyncio.to_thread(mismatches, tokens, answers) if answers else None
 
-    async def _ask(self, engine: Engine, body: bytes, *, fresh: bool) -> tuple[int, bytes] | None:
-        receiver = Answer()
-        leg = self._upstreams.pool(engine).start(receiver, b"/tokenize", b"", body, fresh=fresh)
-        try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                return await receiver.done
-        except TimeoutError:
-            return None
-        finally:
-            if leg.receiver is not None:
-                leg.cancel()
+    async def _ask(self, engine: Engine, body: bytes, *, fresh: bool) -> Reply | None:
+        reply = await ask(self._upstreams.pool(engine), b"/tokenize", body, ANSWER_SECONDS, fresh=fresh)
+        return reply if isinstance(reply, Reply) else None

@@ -62,7 +62,13 @@ def parse_arguments(argv: Sequence[str], api_key: str = "") -> Settings:
     add("--kv-bytes-per-token", type=int, default=defaults.kv_bytes_per_token)
     add("--lease-seconds", type=float, default=defaults.lease_seconds)
     add("--startup-seconds", type=float, default=defaults.startup_seconds)
-    add("--fault", action="append", default=[], metavar="NAME", help=f"{', '.join(FAULTS)}, crash-after-N")
+    add(
+        "--fault",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help=f"{', '.join(FAULTS)}, crash-after-N, transfer-fails-from-PORT",
+    )
     given = parser.parse_args(argv)
     if given.role is not Role.AGGREGATED and not given.side_channel_port:
         parser.error(f"--side-channel-port is needed for a {given.role} engine")

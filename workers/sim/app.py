@@ -40,6 +40,7 @@ from workers.sim.model_tokens import chat_text, ids, strings
 from workers.sim.requests import Carried, CountRequest, Json, TokenizeRequest, parse
 from workers.sim.responses import Responses
 from workers.sim.settings import VERSION, Settings
+from workers.sim.transfer import remote_of
 
 GUARDED = ("/v1", "/v2", "/inference", "/cohere", "/sim")
 """vLLM's guarded prefixes, and our own."""
@@ -248,6 +249,8 @@ class App:
                 self._check_model(endpoint.asked_model)
                 if "http-500" in self._faults:
                     raise internal()
+                if "transfer-refused" in self._faults and remote_of(endpoint.job.kv_transfer_params) is not None:
+                    raise late(ApiError("kv_transfer_params: told to refuse them", param="kv_transfer_params"))
             except ApiError as error:
                 raise endpoint.refuse(error) from None
         except ApiError as error:
@@ -266,6 +269,9 @@ class App:
             generation.abort()
 
     async def _answer(self, exchange: Exchange, endpoint: Endpoint, request_id: str, generation: Generation) -> None:
+        fetches = generation.sequences[0].remote is not None
+        if "cut" in self._faults or ("transfer-cut" in self._faults and fetches):
+            await exchange.stream(_nothing())
         if "hang" in self._faults:
             await asyncio.Event().wait()
         if endpoint.job.stream:
@@ -300,6 +306,12 @@ class App:
                 return
             if "stalled-stream" in self._faults:
                 await asyncio.Event().wait()
+
+
+async def _nothing() -> AsyncIterator[bytes]:
+    """A stream that breaks before its first event."""
+    raise _Broken
+    yield b""
 
 
 async def _with_error(chunks: AsyncIterator[bytes], endpoint: Endpoint) -> AsyncIterator[bytes]:

@@ -20,6 +20,10 @@ FAULTS = {
     "expire-now": "leases end at once",
     "slow-transfer": "transfers take a hundred times as long",
     "transfer-fails": "this engine's pulls fail: the request ends with status 500",
+    "transfer-hangs": "this engine's pulls never end",
+    "transfer-cut": "a request with KV to fetch: its connection is closed before the answer",
+    "transfer-refused": "a request with KV to fetch is answered 400",
+    "computes-itself": "KV to fetch is left alone: the prompt is computed here, status 200",
     "wrong-kv": "readers get another prompt's KV: status 200, other text",
     "empty-stream": "status 200 and not one token",
     "truncated-stream": "the connection breaks after three tokens",
@@ -27,11 +31,14 @@ FAULTS = {
     "stalled-stream": "three tokens, then nothing",
     "hang": "requests are taken and never answered",
     "http-500": "every completion is answered 500",
+    "cut": "every completion's connection is closed before the answer",
     "unhealthy": "`/health` answers 503",
 }
-"""Name -> what happens. `crash-after-N` besides: the process dies at its Nth completion request."""
+"""Name -> what happens. Besides: `crash-after-N`, the process dies at its Nth completion request; `transfer-fails-from-PORT`, pulls
+from the engine with that side channel fail."""
 
 _CRASH = re.compile(r"crash-after-([1-9]\d{0,6})")
+_FROM = re.compile(r"transfer-fails-from-\d{1,5}")
 _START_ONLY = frozenset({"events-off", "events-connect"})
 
 
@@ -56,8 +63,9 @@ class Faults:
         for name in names:
             if match := _CRASH.fullmatch(name):
                 crash = int(match[1])
-            elif name not in FAULTS:
-                raise UnknownFault(f"unknown fault {name!r}; known: {', '.join(sorted(FAULTS))}, crash-after-N")
+            elif name not in FAULTS and not _FROM.fullmatch(name):
+                known = ", ".join((*sorted(FAULTS), "crash-after-N", "transfer-fails-from-PORT"))
+                raise UnknownFault(f"unknown fault {name!r}; known: {known}")
             elif name in _START_ONLY and not starting and name not in self._names:
                 raise UnknownFault(f"{name!r} can only be given at start, with --fault")
             else:

@@ -119,6 +119,7 @@ class Generation:
         self._outputs: asyncio.Queue[Output] = asyncio.Queue()
         params = job.kv_transfer_params if engine.settings.disaggregated else None
         keep = bool(params and params.get("do_remote_decode"))
+        remote = None if "computes-itself" in engine.faults else remote_of(params)
         sequences = []
         for prompt_index, prompt in enumerate(job.prompts):
             for n in range(job.n):
@@ -135,7 +136,7 @@ class Generation:
                         index=index,
                         variant=variant,
                         salt=job.cache_salt,
-                        remote=remote_of(params),
+                        remote=remote,
                         keep_for_reader=keep,
                     )
                 )

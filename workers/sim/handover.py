@@ -126,8 +126,11 @@ class Pulls:
 
     async def _fill(self, blocks: Sequence[Block], remote: Remote) -> None:
         settings = self._settings
-        if "transfer-fails" in self._faults:
+        faults = self._faults
+        if "transfer-fails" in faults or f"transfer-fails-from-{remote.port}" in faults:
             raise TransferFailed("told to fail")
+        if "transfer-hangs" in faults:
+            await asyncio.Event().wait()
         block_bytes = settings.block_size * settings.kv_bytes_per_token
         seconds = block_bytes / settings.transfer_bytes_per_second
         if "slow-transfer" in self._faults:

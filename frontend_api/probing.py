@@ -1,0 +1,292 @@
+"""Probes of the engines and pairs that requests have put in doubt (`routing/outcomes` says which, and when).
+
+An engine is asked for one token. A pair is asked for a whole exchange with a prompt that nobody has sent before; where that
+fails, the answering engine is asked alone, so that it is known whose fault it was. Prompts are words, as any tokenizer reads
+them. No request ever waits for a probe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+from time import monotonic
+from typing import Any
+
+import msgspec
+
+from frontend_api.formats.openai import ENDPOINTS, Usage, cached_at_prefill, prefill_body, read_params, side_channel
+from frontend_api.http.ask import Reply, ask
+from frontend_api.http.upstream import Broken, Upstreams
+from frontend_api.routing.outcomes import (
+    LONGEST_BLOCK,
+    OVERLOAD,
+    Failure,
+    Outcomes,
+    Trouble,
+    computed_itself,
+)
+from frontend_api.routing.view import Engine
+
+log = logging.getLogger(__name__)
+
+PROBE_SECONDS = 15.0
+"""For one leg. An engine that writes answers to others meanwhile is not called silent."""
+LOOK_SECONDS = 0.2
+AT_ONCE = 4
+FEW_WORDS = 8
+TRIES = 4
+"""Of a prompt that is too long for an engine, half as long each time."""
+_TEXT, _CHAT = ENDPOINTS["/v1/completions"], ENDPOINTS["/v1/chat/completions"]
+_NO_PATH = (404, 405)
+_WORDS = [
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "you",
+    "that",
+    "it",
+    "he",
+    "was",
+    "for",
+    "on",
+    "are",
+    "as",
+    "with",
+    "his",
+    "they",
+    "at",
+    "be",
+    "this",
+    "have",
+    "from",
+    "or",
+    "one",
+    "had",
+    "by",
+    "word",
+    "but",
+    "not",
+    "what",
+    "all",
+    "were",
+    "we",
+    "when",
+    "your",
+    "can",
+    "said",
+    "there",
+    "use",
+    "an",
+    "each",
+    "which",
+    "she",
+    "do",
+    "how",
+    "their",
+    "if",
+    "will",
+    "up",
+    "other",
+    "about",
+    "out",
+    "many",
+    "then",
+    "them",
+    "these",
+    "so",
+    "some",
+    "her",
+    "would",
+    "make",
+    "like",
+    "him",
+    "into",
+    "time",
+    "has",
+    "look",
+    "two",
+    "more",
+    "write",
+    "go",
+    "see",
+    "number",
+    "no",
+    "way",
+    "could",
+    "people",
+    "my",
+    "than",
+    "first",
+    "water",
+    "been",
+    "call",
+    "who",
+    "oil",
+    "its",
+    "now",
+    "find",
+    "long",
+    "down",
+    "day",
+    "did",
+    "get",
+    "come",
+    "made",
+    "may",
+    "part",
+]
+
+
+class _Unsure(Exception):
+    """The probe tells nothing of the engine."""
+
+
+class Prober:
+    """Of one router process."""
+
+    def __init__(self, upstreams: Upstreams, outcomes: Outcomes, chance: random.Random | None = None) -> None:
+        self._upstreams = upstreams
+        self._outcomes = outcomes
+        self._chance = chance or random.Random()
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """For ever: probe what is due."""
+        try:
+            while True:
+                self.start_due(monotonic())
+                await asyncio.sleep(LOOK_SECONDS)
+        finally:
+            for task in self._running:
+                task.cancel()
+
+    def start_due(self, now: float) -> None:
+        if not self._outcomes.troubles:
+            return
+        for trouble in self._outcomes.due(now):
+            if len(self._running) >= AT_ONCE:
+                return
+            if self._outcomes.begin(trouble):
+                task = asyncio.get_running_loop().create_task(self._probe(trouble))
+                self._running.add(task)
+                task.add_done_callback(self._running.discard)
+
+    async def _probe(self, trouble: Trouble) -> None:
+        failure, unsure = None, True
+        try:
+            if trouble.prefill is None:
+                failure = await self._engine(trouble)
+            else:
+                failure = await self._pair(trouble, trouble.prefill)
+            unsure = False
+        except _Unsure:
+            pass
+        except Exception:
+            log.exception("defect in the router")
+        finally:
+            self._outcomes.end(trouble, monotonic(), failure, unsure=unsure)
+
+    # ---- one engine
+
+    async def _engine(self, trouble: Trouble) -> Failure | None:
+        engine, model = trouble.engine, trouble.deployment.served_name
+        if trouble.failure.what == "no-params":
+            reply = await self._post(engine, _TEXT.path, prefill_body(_TEXT, self._body(model, FEW_WORDS)))
+            if isinstance(reply, Reply) and reply.status == 200:
+                return None if read_params(reply.body) is not None else Failure(engine, "no-params")
+        return await self._alone(engine, model)
+
+    async def _alone(self, engine: Engine, model: str) -> Failure | None:
+        reply = await self._post(engine, _TEXT.path, self._body(model, FEW_WORDS))
+        if isinstance(reply, Reply) and reply.status in _NO_PATH:  # has it another model, or not this path?
+            messages = [{"role": "user", "content": self._prompt(FEW_WORDS)}]
+            reply = await self._post(engine, _CHAT.path, _json(model, messages=messages))
+        what = _what(reply)
+        if what is None and isinstance(reply, Reply) and not _has_token(reply.body):
+            what = "no-token"
+        return Failure(engine, what) if what is not None else None
+
+    # ---- a pair
+
+    async def _pair(self, trouble: Trouble, prefill: Engine) -> Failure | None:
+        decode, model = trouble.engine, trouble.deployment.served_name
+        block = decode.spec.block_size or prefill.spec.block_size or LONGEST_BLOCK
+        words = block + block // 8 + 2
+        for _ in range(TRIES):
+            body = self._body(model, words)
+            reply = await self._post(prefill, _TEXT.path, prefill_body(_TEXT, body))
+            if not (isinstance(reply, Reply) and reply.status == 400):
+                break
+            words = max(words // 2, FEW_WORDS)
+        if (what := _what(reply)) is not None:
+            if isinstance(reply, Reply) and reply.status in _NO_PATH and trouble.failure.what != what:
+                raise _Unsure
+            return Failure(prefill, what)
+        assert isinstance(reply, Reply)
+        params = read_params(reply.body)
+        if params is None:
+            return Failure(prefill, "no-params")
+        channel = side_channel(params)
+        reply = await self._post(decode, _TEXT.path, body[:-1] + b',"kv_transfer_params":%b}' % params)
+        what = _what(reply)
+        if what is None and isinstance(reply, Reply):
+            usage = Usage()
+            usage.add(_object(reply.body).get("usage"))
+            if not computed_itself(usage, cached_at_prefill(params), decode.spec.block_size):
+                return None
+            return Failure(decode, "computed", prefill, channel)
+        return await self._alone(decode, model) or Failure(decode, what or "", prefill, channel)
+
+    # ---- one leg
+
+    async def _post(self, engine: Engine, path: str, body: bytes) -> Reply | Broken:
+        """Raises `_Unsure` where what comes of it does not tell how the engine is."""
+        began_at = monotonic()
+        pool = self._upstreams.pool(engine)
+        reply = await ask(pool, path.encode(), body, PROBE_SECONDS)
+        if isinstance(reply, Reply):
+            if reply.status in OVERLOAD:
+                raise _Unsure
+        elif reply is Broken.SILENT:
+            if pool.heard_since(began_at):
+                raise _Unsure
+        elif reply in (Broken.CONNECT, Broken.CONNECT_TIMEOUT):
+            engine.failed(monotonic(), hangs=reply is Broken.CONNECT_TIMEOUT, cause=reply.value)
+            raise _Unsure  # it is out already, and let in again by who sees that it takes connections
+        return reply
+
+    def _prompt(self, words: int) -> str:
+        return " ".join(self._chance.choices(_WORDS, k=words))
+
+    def _body(self, model: str, words: int) -> bytes:
+        return _json(model, prompt=self._prompt(words))
+
+
+def _json(model: str, **fields: Any) -> bytes:
+    return json.dumps({"model": model, **fields, "max_tokens": 1, "temperature": 0}).encode()
+
+
+def _what(reply: Reply | Broken) -> str | None:
+    """What a leg failed by; None: it answered well."""
+    if isinstance(reply, Broken):
+        return reply.value
+    return None if reply.status == 200 else f"status-{reply.status}"
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _has_token(body: bytes) -> bool:
+    reply = _object(body)
+    usage = reply.get("usage")
+    return bool(reply.get("choices")) and not (isinstance(usage, dict) and usage.get("completion_tokens") == 0)
