@@ -1,4 +1,4 @@
-"""API keys: make, limit, rotate, revoke, list, recognise. The key's text exists once, in the answer that made it; the row has its digest.
+"""API keys: make, edit, rotate, revoke, list, recognise. The key's text exists once, in the answer that made it; the row has its digest.
 
 Never logs or stores a key. Routers learn of a new or revoked key with the next snapshot, which the reconcile beat makes.
 """
@@ -9,7 +9,7 @@ import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Final
+from typing import Any, Final
 
 from django.db import transaction
 from django.db.models import Q, QuerySet
@@ -66,10 +66,8 @@ def create_key(
         raise InvalidInput("role: only manage keys have a role; leave it out or choose the scope manage", field="role")
     if scope == MANAGE and models:
         raise InvalidInput("models: only inference keys are limited to models; leave it out", field="models")
-    if not all(1 <= len(model) <= 200 and model.isprintable() for model in models):
-        raise InvalidInput("models: write served names, of 1 to 200 printable characters each", field="models")
-    if expires_at is not None and expires_at <= timezone.now():
-        raise InvalidInput("expires_at: this time has passed; choose a later one, or leave it out", field="expires_at")
+    _check_models(models)
+    _check_expiry(expires_at)
     changed(UNLIMITED, limits._asdict())
     _check_limited(scope, limits)
     role = role or Role.VIEWER
@@ -112,6 +110,33 @@ def limit_key(*, actor: Actor, key_id: str, changes: Mapping[str, int | None]) -
             setattr(key, field, value)
         key.save(update_fields=Limits._fields)
         audit.record(actor=actor, action="key.limit", target=key.id, name=key.name, **told)
+    return key
+
+
+@transaction.atomic
+def edit_key(*, actor: Actor, key_id: str, changes: Mapping[str, Any]) -> ApiKey:
+    """Change what a key may and until when: fields of `Limits`, `models` (served names; empty: all), `expires_at` (None:
+    never). What is not named stays; its secret does too.
+
+    Raises `Forbidden`, `NotFound`, `Conflict` for a revoked key, or `InvalidInput` naming the field.
+    """
+    limits = {field: value for field, value in changes.items() if field in Limits._fields}
+    key = limit_key(actor=actor, key_id=key_id, changes=limits)
+    told: dict[str, Any] = {}
+    if "models" in changes:
+        models = sorted(set(changes["models"]))
+        if key.scope == MANAGE and models:
+            raise InvalidInput("models: only inference keys are limited to models; leave it out", field="models")
+        _check_models(models)
+        if models != key.models_allowed:
+            told["models"], key.models_allowed = [key.models_allowed, models], models
+    if "expires_at" in changes and changes["expires_at"] != key.expires_at:
+        _check_expiry(changes["expires_at"])
+        told["expires_at"] = [at and at.isoformat() for at in (key.expires_at, changes["expires_at"])]
+        key.expires_at = changes["expires_at"]
+    if told:
+        key.save(update_fields=["models_allowed", "expires_at"])
+        audit.record(actor=actor, action="key.edit", target=key.id, name=key.name, **told)
     return key
 
 
@@ -226,6 +251,16 @@ def _again(sent: Once) -> tuple[ApiKey, str]:
     if not key.works() or key.digest != digest_of(text):
         raise Conflict(f"this was sent before and made a secret for {key.name} that is not its secret any more")
     return key, text
+
+
+def _check_models(models: Sequence[str]) -> None:
+    if not all(1 <= len(model) <= 200 and model.isprintable() for model in models):
+        raise InvalidInput("models: write served names, of 1 to 200 printable characters each", field="models")
+
+
+def _check_expiry(expires_at: datetime | None) -> None:
+    if expires_at is not None and expires_at <= timezone.now():
+        raise InvalidInput("expires_at: this time has passed; choose a later one, or leave it out", field="expires_at")
 
 
 def _set(limits: Limits) -> dict[str, int]:

@@ -46,13 +46,11 @@ class KeyDetail(ApiView):
     def get(self, request: Request, key_id: str) -> Response:
         return Response(resources.KeyResource(services.get_key(key_id)).data)
 
-    @extend_schema(operation_id="limitKey", request=requests.KeyLimits, responses=resources.KeyResource)
+    @extend_schema(operation_id="editKey", request=requests.KeyChanges, responses=resources.KeyResource)
     def patch(self, request: Request, key_id: str) -> Response:
-        """Only what is sent is changed; null takes a limit away."""
-        changes = self.checked(requests.KeyLimits)
-        return Response(
-            resources.KeyResource(services.limit_key(actor=self.actor, key_id=key_id, changes=changes)).data
-        )
+        """Only what is sent is changed; null takes a limit or the expiry away."""
+        changes = self.checked(requests.KeyChanges)
+        return Response(resources.KeyResource(services.edit_key(actor=self.actor, key_id=key_id, changes=changes)).data)
 
     @extend_schema(
         operation_id="revokeKey",

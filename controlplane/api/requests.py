@@ -81,8 +81,13 @@ def _limit(field: str, **more: Any) -> serializers.IntegerField:
     return serializers.IntegerField(min_value=low, max_value=high, **more)
 
 
-class KeyLimits(_Strict):
+class KeyChanges(_Strict):
     """Only what is sent is changed."""
+
+    models = serializers.ListField(
+        child=serializers.CharField(max_length=200), required=False, max_length=100, help_text="Empty: all."
+    )
+    expires_at = serializers.DateTimeField(required=False, allow_null=True, help_text="Null: never.")
 
     requests_per_minute = _limit("requests_per_minute", required=False, allow_null=True, help_text="Null: unlimited.")
     tokens_per_minute = _limit("tokens_per_minute", required=False, allow_null=True, help_text="Prompt and output.")

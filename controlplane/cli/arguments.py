@@ -54,8 +54,8 @@ def parser() -> argparse.ArgumentParser:
     delete.add_argument("name", metavar="NAME")
     _add_yes(delete)
 
-    keys = commands.add_parser("keys", help="create, list, limit, rotate and revoke API keys").add_subparsers(
-        dest="action", required=True, metavar="create|list|limit|rotate|revoke"
+    keys = commands.add_parser("keys", help="create, list, edit, limit, rotate and revoke API keys").add_subparsers(
+        dest="action", required=True, metavar="create|list|edit|limit|rotate|revoke"
     )
     create = keys.add_parser("create", help="the key alone goes to standard output, this once")
     create.add_argument("--name", required=True, help="who uses it")
@@ -66,6 +66,12 @@ def parser() -> argparse.ArgumentParser:
     _add_limits(create)
     listed = keys.add_parser("list", help="all keys with their limits and last use")
     listed.add_argument("-o", "--output", choices=("table", "yaml", "json"), default="table")
+    edit = keys.add_parser("edit", help="change a key's models or expiry; what is not named stays")
+    edit.add_argument("id", metavar="ID", help=_KEY_ID)
+    models = edit.add_mutually_exclusive_group()
+    models.add_argument("--model", action="append", metavar="SERVED_NAME", help="repeatable: these alone")
+    models.add_argument("--all-models", action="store_true", help="every model")
+    edit.add_argument("--expires", metavar="WHEN", help="30d, 12h, 2030-01-31T12:00Z or never")
     limit = keys.add_parser("limit", help="change what an inference key may use; what is not named stays")
     limit.add_argument("id", metavar="ID", help=_KEY_ID)
     _add_limits(limit)

@@ -169,6 +169,21 @@ def _limit_key(client: Client, arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _edit_key(client: Client, arguments: argparse.Namespace) -> int:
+    changes: dict[str, Any] = {}
+    if arguments.model or arguments.all_models:
+        changes["models"] = arguments.model or []
+    if arguments.expires is not None:
+        until = None if arguments.expires == "never" else parse_expiry(arguments.expires)
+        changes["expires_at"] = until and until.isoformat()
+    if not changes:
+        raise InvalidInput("say what to change: --model, --all-models, --expires")
+    key = client.call("PATCH", "keys", arguments.id, body=changes)
+    expires = key["expires_at"][:16].replace("T", " ") + " UTC" if key["expires_at"] else "never"
+    print(f"{key['id']} ({key['name']}): models {', '.join(key['models']) or 'all'}, expires {expires}")
+    return 0
+
+
 def _rotate_key(client: Client, arguments: argparse.Namespace) -> int:
     body = {"overlap_seconds": parse_overlap(arguments.overlap)}
     if not body["overlap_seconds"]:
@@ -202,6 +217,7 @@ def _show_secret(key: dict[str, Any]) -> None:
 _KEY_ACTIONS = {
     "create": _create_key,
     "list": _list_keys,
+    "edit": _edit_key,
     "limit": _limit_key,
     "rotate": _rotate_key,
     "revoke": _revoke_key,

@@ -13,8 +13,9 @@ from controlplane.access.actors import actor_of
 from controlplane.access.roles import Role as AccessRole
 from controlplane.dashboards import form
 from controlplane.dashboards.page import is_htmx, page, signed_in
-from controlplane.deployments import services
+from controlplane.deployments import queries, services
 from controlplane.fleet.errors import Conflict, InvalidInput, TandemError
+from controlplane.fleet.spec import document as document_of
 from controlplane.nodes import queries as nodes
 
 
@@ -28,7 +29,7 @@ def new(request: HttpRequest) -> HttpResponse:
     actor = actor_of(request)
     actor.require(AccessRole.OPERATOR)
     if request.method == "GET":
-        return _form(request, dict(form.DEFAULTS))
+        return _copy(request, name) if (name := request.GET.get("from")) else _form(request, dict(form.DEFAULTS))
     values = {key: str(value) for key, value in request.POST.items()}
     written = values.get("writing", "form")
     wanted = values.get("show")
@@ -43,6 +44,13 @@ def new(request: HttpRequest) -> HttpResponse:
         return _form(request, kept, writing=written, yaml=values.get("yaml", ""), error=error)
     target = reverse("deployment", args=[deployment.name])
     return HttpResponse(status=204, headers={"HX-Redirect": target}) if is_htmx(request) else redirect(target)
+
+
+def _copy(request: HttpRequest, name: str) -> HttpResponse:
+    """The form, filled as the deployment `name` is. Raises `NotFound`."""
+    document = form.copy_of(document_of(queries.deployment_row(name).spec), queries.served_names())
+    writing = "form" if form.fits(document) else "yaml"
+    return _form(request, form.values_of(document), writing=writing, yaml=form.yaml_of(document))
 
 
 def _form(

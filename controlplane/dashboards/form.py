@@ -6,12 +6,14 @@ Fields are named as in the document (`pools.prefill.replicas`), so that an error
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from itertools import count
 from typing import Any, Final
 
 import msgspec
 import yaml
 
+from controlplane.fleet import spec
 from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import RoutingPolicy
@@ -127,6 +129,18 @@ def values_of(document: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(pool.get("extra_args"), list | tuple):
             values[f"{at}.extra_args"] = shlex.join(str(x) for x in pool["extra_args"])
     return values
+
+
+def copy_of(document: Mapping[str, Any], taken: Collection[str]) -> dict[str, Any]:
+    """The document under a name that is free, and a served name of its own."""
+    stem = str(document["name"])[:34].rstrip("-")
+    name = next(name for n in count(1) if (name := f"{stem}-copy{n if n > 1 else ''}") not in taken)
+    return {**document, "name": name, "served_name": name}
+
+
+def fits(document: Mapping[str, Any]) -> bool:
+    """Whether the form has a field for everything that the document says: else only its YAML shows it whole."""
+    return spec.parse(document_of(values_of(document))) == spec.parse(document)
 
 
 def yaml_of(document: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import UTC, datetime, time
+from datetime import UTC, date, datetime, time
 from typing import Any, NamedTuple
 
 from django.contrib import messages
@@ -97,8 +97,9 @@ def _detail(
     refused: InvalidInput | None = None,
     confirm_error: str = "",
 ) -> HttpResponse:
-    if values is None:
-        values = {field: "" if value is None else str(value) for field, value in row.limits._asdict().items()}
+    stored = {field: "" if value is None else str(value) for field, value in row.limits._asdict().items()}
+    stored |= {"models": ", ".join(row.models_allowed), "expires": f"{row.expires_at:%F}" if row.expires_at else ""}
+    values = {**stored, **(values or {})}
     line = _line(row, timezone.now())
     context = {
         "title": row.name,
@@ -118,7 +119,7 @@ def _sentence(line: Line) -> str:
     if line.key.revoked_at:
         return f"Revoked at {line.key.revoked_at:%Y-%m-%d %H:%M} UTC; the row stays so that logs and audit keep their meaning."
     if line.look.word == "Expired":
-        return "Its time is over; make a new key."
+        return "It has expired: choose a later day below, or make a new key."
     if line.key.scope == Scope.MANAGE:
         return "Opens REST and the tandem command."
     if line.key.limits._replace(priority=0) == UNLIMITED:
@@ -151,12 +152,9 @@ def create(request: HttpRequest) -> HttpResponse:
 
 def _create(request: HttpRequest) -> tuple[ApiKey, str]:
     form = request.POST
-    scope, expires = form.get("scope", ""), form.get("expires", "")
+    scope, day = form.get("scope", ""), _day(form.get("expires", ""))
     try:
-        day = datetime.strptime(expires, "%Y-%m-%d").date() if expires else None
         role = Role[form.get("role", "viewer").upper()] if scope == Scope.MANAGE else None
-    except ValueError:
-        raise InvalidInput("expires: write a day as YYYY-MM-DD", field="expires") from None
     except KeyError:
         raise InvalidInput("role: choose viewer, operator or admin", field="role") from None
     inference = scope == Scope.INFERENCE
@@ -166,7 +164,7 @@ def _create(request: HttpRequest) -> tuple[ApiKey, str]:
         name=form.get("name", ""),
         scope=scope,
         role=role,
-        models=form.get("models", "").replace(",", " ").split() if inference else [],
+        models=_names(form.get("models", "")) if inference else [],
         expires_at=datetime.combine(day, time.max, UTC) if day else None,
         limits=limits,
         token=form.get("once", ""),
@@ -177,7 +175,7 @@ def _connect(request: HttpRequest, key: ApiKey) -> Connect | None:
     """How to use the key; None: not at the OpenAI endpoint."""
     if key.scope != Scope.INFERENCE:
         return None
-    known = queries.served_names()
+    known = list(queries.served_names().values())
     allowed = [name for name in known if name in key.models_allowed] or [*key.models_allowed, *known]
     return connect(request, next(iter(allowed), ""))
 
@@ -189,6 +187,36 @@ def _shown(request: HttpRequest, title: str, row: ApiKey, text: str, more: Mappi
     )
     answer.headers["Cache-Control"] = "no-store"
     return answer
+
+
+@signed_in
+@require_POST
+def edit(request: HttpRequest, key: str) -> HttpResponse:
+    """Set a key's models and the day of its end; no model named: all, no day: never."""
+    actor, form, row = actor_of(request), request.POST.dict(), services.get_key(key)
+    try:
+        day = _day(form.get("expires", ""))
+        same = row.expires_at is not None and day == row.expires_at.date()  # its hour stays too
+        expires_at = row.expires_at if same else datetime.combine(day, time.max, UTC) if day else None
+        changes: dict[str, Any] = {"expires_at": expires_at}
+        if row.scope == Scope.INFERENCE:
+            changes["models"] = _names(form.get("models", ""))
+        services.edit_key(actor=actor, key_id=key, changes=changes)
+    except InvalidInput as error:
+        return _detail(request, row, form, error)
+    messages.success(request, f"{row.name} is changed; routers follow within seconds.", extra_tags="link")
+    return redirect("key", key)
+
+
+def _day(text: str) -> date | None:
+    try:
+        return datetime.strptime(text, "%Y-%m-%d").date() if text else None
+    except ValueError:
+        raise InvalidInput("expires_at: write a day as YYYY-MM-DD", field="expires_at") from None
+
+
+def _names(text: str) -> list[str]:
+    return text.replace(",", " ").split()
 
 
 @signed_in

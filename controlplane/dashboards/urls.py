@@ -38,6 +38,7 @@ urlpatterns = [
     path("keys/", keys.keys, name="keys"),
     path("keys/create/", keys.create, name="keys-create"),
     path("keys/<str:key>/", keys.key, name="key"),
+    path("keys/<str:key>/edit/", keys.edit, name="key-edit"),
     path("keys/<str:key>/limits/", keys.limit, name="key-limit"),
     path("keys/<str:key>/rotate/", keys.rotate, name="key-rotate"),
     path("keys/<str:key>/revoke/", keys.revoke, name="key-revoke"),

@@ -80,10 +80,10 @@ def deployment_rows() -> list[DeploymentRow]:
     return _rows(list(Deployment.objects.annotate(newest=Max("revisions__number")).order_by("name")))
 
 
-def served_names() -> list[str]:
+def served_names() -> dict[str, str]:
     """What clients may send as `model`, by deployment name; those that are being deleted are left out."""
     found = Deployment.objects.filter(deleting_since=None).order_by("name")
-    return list(found.values_list("served_name", flat=True))
+    return dict(found.values_list("name", "served_name"))
 
 
 def deployment_row(name: str) -> DeploymentRow:

@@ -193,3 +193,52 @@ def test_routers_tell_of_use() -> None:
         last = services.get_key(key.id).last_used_at
         assert last is not None
         assert abs((now - last).total_seconds() - seen) < 10
+
+
+@db
+def test_models_and_expiry_are_edited_and_audited_and_the_secret_stays() -> None:
+    later = timezone.now() + timedelta(days=9)
+    key, text = services.create_key(actor=ADMIN, name="app", scope="inference", models=["one"])
+    services.edit_key(actor=ADMIN, key_id=key.pk, changes={"models": ["two", "one", "two"], "expires_at": later})
+    stored = services.authenticate_key(text)
+    assert stored is not None
+    assert (stored.models_allowed, stored.expires_at) == (["one", "two"], later)
+    services.edit_key(actor=ADMIN, key_id=key.pk, changes={"models": ["one", "two"]})
+    (edit,) = AuditEntry.objects.filter(action="key.edit")
+    assert edit.detail["models"] == [["one"], ["one", "two"]]
+    assert edit.detail["expires_at"] == [None, later.isoformat()]
+    services.edit_key(actor=ADMIN, key_id=key.pk, changes={"models": [], "expires_at": None, "concurrency": 3})
+    key.refresh_from_db()
+    assert (key.models_allowed, key.expires_at, key.concurrency) == ([], None, 3)
+
+
+@db
+@pytest.mark.parametrize(
+    ("scope", "changes", "field"),
+    [
+        ("inference", {"models": ["x" * 201]}, "models"),
+        ("inference", {"models": ["a\tb"]}, "models"),
+        ("manage", {"models": ["one"]}, "models"),
+        ("inference", {"expires_at": timezone.now() - timedelta(seconds=1)}, "expires_at"),
+    ],
+)
+def test_an_edit_that_makes_no_sense_names_its_field_and_changes_nothing(
+    scope: str, changes: dict[str, Any], field: str
+) -> None:
+    key, _ = services.create_key(actor=ADMIN, name="app", scope=scope)
+    limits = {"concurrency": 3} if scope == "inference" else {}
+    with pytest.raises(InvalidInput) as refused:
+        services.edit_key(actor=ADMIN, key_id=key.pk, changes={**changes, **limits})
+    assert refused.value.field == field
+    key.refresh_from_db()
+    assert (key.models_allowed, key.expires_at, key.concurrency) == ([], None, None)
+
+
+@db
+def test_a_revoked_key_is_not_edited_and_only_admins_edit() -> None:
+    key, _ = services.create_key(actor=ADMIN, name="app", scope="inference")
+    with pytest.raises(Forbidden):
+        services.edit_key(actor=ADMIN._replace(role=Role.OPERATOR), key_id=key.pk, changes={"models": ["one"]})
+    services.revoke_key(actor=ADMIN, key_id=key.pk)
+    with pytest.raises(Conflict, match="was revoked"):
+        services.edit_key(actor=ADMIN, key_id=key.pk, changes={"models": ["one"]})

@@ -32,6 +32,8 @@ def test_limits_are_set_shown_and_changed(admin: Client) -> None:
     assert limits_of(changed) == [None, 5000, None, -2]
     assert limits_of(call(admin, "GET", path).json()) == [None, 5000, None, -2]
     assert limits_of(call(admin, "PATCH", path, {}).json()) == [None, 5000, None, -2]
+    edited = call(admin, "PATCH", path, {"models": ["b", "a"], "expires_at": "2999-01-31T12:00:00Z"}).json()
+    assert (edited["models"], edited["expires_at"], limits_of(edited)[1]) == (["a", "b"], "2999-01-31T12:00:00Z", 5000)
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,10 @@ def test_keys_are_limited_listed_and_rotated(tandem: Tandem) -> None:
     key = made.split("-")[1]
     done = tandem("keys", "limit", key, "--tokens-per-minute", "20_000", "--requests-per-minute", "none")
     assert done == (0, f"{key} (limited): 20000 tok/min, priority -2\n", "")
+    edited = tandem("keys", "edit", key, "--model", "smollm2", "--expires", "2999-01-31T12:00Z")
+    assert edited == (0, f"{key} (limited): models smollm2, expires 2999-01-31 12:00 UTC\n", "")
+    assert tandem("keys", "edit", key, "--all-models", "--expires", "never").out.endswith("models all, expires never\n")
+    assert tandem("keys", "edit", key).code == 1
     (row,) = [line for line in tandem("keys", "list").out.splitlines() if line.startswith(key)]
     assert "20000 tok/min, priority -2" in row
     rotated = tandem("keys", "rotate", key, "--overlap", "2h")

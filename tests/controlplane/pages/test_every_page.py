@@ -45,6 +45,7 @@ CHANGES: dict[str, tuple[str, dict[str, str]]] = {
     "node-cordon": ("operator", {"cordoned": "1"}),
     "node-remove": ("admin", {"name": "spare"}),
     "keys-create": ("admin", {"name": "ci", "scope": "inference"}),
+    "key-edit": ("admin", {"models": "smollm2", "expires": "2999-01-31"}),
     "key-limit": ("admin", {"requests_per_minute": "60"}),
     "key-rotate": ("admin", {"overlap": "24h"}),
     "key-revoke": ("admin", {"name": "demo"}),
@@ -278,6 +279,22 @@ def test_a_document_is_previewed_then_applied_and_never_over_another_change() ->
     assert 'class="note tone-bad"' in document_change(client, yaml=longer, generation="1", step="apply")[1]
     assert "max_model_len" not in Deployment.objects.get().intent
     assert "another deployment" in document_change(client, yaml=more.replace("smollm2", "other"), generation="2")[1]
+
+
+def test_a_deployment_is_duplicated_by_a_form_that_is_filled_already() -> None:
+    _, decode = seed.one_ready_pair()
+    intent = {**decode.deployment.intent, "max_model_len": 4096}
+    Deployment.objects.update(intent=intent)
+    client = signed_in("operator")
+    assert "/new/?from=smollm2" in client.get("/deployments/smollm2/").text
+    shown = client.get("/new/?from=smollm2")
+    values = {**shown.context["values"], "writing": shown.context["writing"]}
+    assert (values["name"], values["max_model_len"]) == ("smollm2-copy", "4096")
+    assert client.post("/new/", values).status_code == 302
+    made = Deployment.objects.get(name="smollm2-copy").intent
+    assert made == {**intent, "name": "smollm2-copy", "served_name": "smollm2-copy"}
+    assert client.get("/new/?from=nobody").status_code == 404
+    assert "/new/?from" not in signed_in("viewer").get("/deployments/smollm2/").text
 
 
 def test_a_request_is_counted_once_though_two_engines_hold_it(publisher: InMemoryPublisher) -> None:

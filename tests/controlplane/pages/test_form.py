@@ -58,6 +58,14 @@ def test_a_document_survives_form_and_yaml(document: dict[str, Any]) -> None:
     assert spec.parse(form.document_of(form.values_of(document))) == spec.parse(document)
 
 
+def test_a_copy_is_the_same_under_names_of_its_own() -> None:
+    copy = form.copy_of(FULL, {FULL["name"], f"{FULL['name']}-copy"})
+    assert copy == {**FULL, "name": f"{FULL['name']}-copy2", "served_name": f"{FULL['name']}-copy2"}
+    assert form.fits(copy)
+    long = form.copy_of({**FULL, "name": "a" * 33 + "-" + "b" * 6}, ())
+    assert spec.parse(long).name == "a" * 33 + "-copy"
+
+
 def test_the_empty_form_is_the_smallest_document() -> None:
     assert form.document_of(form.DEFAULTS) == {"pools": {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}}
 

@@ -123,3 +123,19 @@ def test_many_keys_are_filtered(admin: Client) -> None:
     assert [line.key.name for line in part.context["lines"]] == ["tenant-011"]
     assert "1 of 12 keys" in text_of(part)
     assert "No key matches" in text_of(admin.get("/keys/?q=nobody-has-this"))
+
+
+def test_models_and_the_day_of_its_end_are_edited_and_the_hour_stays(admin: Client) -> None:
+    until = timezone.now().replace(hour=9, minute=30, microsecond=0) + timedelta(days=3)
+    key, _ = services.create_key(actor=SYSTEM, name="app", scope="inference", expires_at=until)
+    path = f"/keys/{key.pk}/edit/"
+    assert admin.post(path, {"models": "smollm2, org/other", "expires": f"{until:%F}"}).status_code == 302
+    key.refresh_from_db()
+    assert (key.models_allowed, key.expires_at) == (["org/other", "smollm2"], until)
+    refused = admin.post(path, {"models": "x", "expires": "2001-01-01"})
+    assert refused.status_code == 400
+    assert "this time has passed" in text_of(refused)
+    assert 'value="2001-01-01"' in text_of(refused), "what was typed stays"
+    assert admin.post(path, {"models": "", "expires": ""}).status_code == 302
+    key.refresh_from_db()
+    assert (key.models_allowed, key.expires_at) == ([], None)
