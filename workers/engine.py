@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from controlplane.fleet.errors import TandemError
 from controlplane.fleet.model import EngineAssignment, EngineLoad, Observation, Phase, Role
+from workers.answering import AnswerCheck
 from workers.launch import Launcher
 from workers.logs import Source, plain
 from workers.pairs import PairProver
@@ -41,6 +42,8 @@ class Pace(Struct, frozen=True):
 
     starting: float = 0.3
     running: float = 2.0
+    completion: float = 30.0
+    """Without a sign that the engine answers, until it is asked for a token."""
     grace: float = 20.0
     """From SIGTERM to SIGKILL."""
 
@@ -66,6 +69,7 @@ class EngineRun:
         self._pairs = PairProver(record.pairs, proved=self._note_pairs, chance=chance)
         self._lock = threading.RLock()
         self._nudge = threading.Event()
+        self._answers = AnswerCheck(every=pace.completion, changed=self._nudge.set)
         self._process: EngineProcess | None = None
         self._phase = Phase.EXITED if record.ended else Phase.WARMING if record.warmed else Phase.STARTING
         self._detail = record.detail
@@ -115,7 +119,7 @@ class EngineRun:
         self._spawn()
 
     def update(self, assignment: EngineAssignment) -> None:
-        """Takes in what may change while an engine runs: its peers."""
+        """Takes in what may change while an engine runs: its peers, and what is doubted."""
         with self._lock:
             if assignment == self._record.assignment or self.ended:
                 return
@@ -271,6 +275,10 @@ class EngineRun:
             self._load = client.figures().load
         except Unanswered:
             self._load = None  # it serves; only the figures are missing
+        self._answers.advance(self.assignment, client.url, self._load)
+        if self._answers.trouble:
+            self._say(Phase.UNHEALTHY, self._answers.trouble, None)
+            return
         self._say(Phase.WARMING, "Answers completions.", None)
         if self.assignment.spec.role is Role.DECODE and self._identity is not None:
             self._pairs.advance(self.assignment, client.url, self._identity)
@@ -279,7 +287,7 @@ class EngineRun:
         """The first time that this agent process talks with the engine: a completion, or an adopted one's authenticated answer."""
         try:
             if not self._record.warmed:
-                client.complete(self.assignment.spec.served_name, "Hello", max_tokens=2)
+                client.answer(self.assignment.spec.served_name, max_tokens=2)
             identity = client.identity(self.assignment.spec.extra_args)
         except Unanswered as error:
             if not self._record.warmed:

@@ -1,4 +1,5 @@
-"""Which prefill engines one decode engine has really taken KV from: tries each once, keeps what worked, tries again what failed.
+"""Which prefill engines one decode engine has really taken KV from: tries each once, keeps what worked until requests fail over
+it, tries again what failed.
 
 Works in a short thread of its own, so that a transfer that hangs delays no health probe.
 """
@@ -18,6 +19,10 @@ log = logging.getLogger(__name__)
 
 FIRST_RETRY_SECONDS = 2.0
 LONGEST_RETRY_SECONDS = 60.0
+PROVE_ANEW_SECONDS = 20.0
+"""Between two proofs of a pair over which requests fail."""
+UNREACHABLE_TRIES = 5
+"""An engine that is up, as the control plane says, and not to be reached from here so many times: no KV can come from it."""
 
 
 class PairProver:
@@ -28,6 +33,9 @@ class PairProver:
         self._proved = proved
         self._chance = chance
         self._retry: dict[tuple[str, int], tuple[int, float]] = {}
+        self._unreached: dict[tuple[str, int], int] = {}
+        self._doubted: frozenset[tuple[str, int]] = frozenset()
+        self._proved_at: dict[tuple[str, int], float] = {}
         self._wanted: frozenset[tuple[str, int]] = frozenset(self._proofs)
         self._lock = threading.Lock()
         self._busy = False
@@ -43,6 +51,9 @@ class PairProver:
             self._wanted = frozenset((peer.engine, peer.attempt) for peer in peers)
             self._proofs = {key: proof for key, proof in self._proofs.items() if key in self._wanted}
             self._retry = {key: tries for key, tries in self._retry.items() if key in self._wanted}
+            self._unreached = {key: tries for key, tries in self._unreached.items() if key in self._wanted}
+            self._proved_at = {key: at for key, at in self._proved_at.items() if key in self._wanted}
+            self._doubted = frozenset((peer.engine, peer.attempt) for peer in peers if peer.doubted)
 
     def close(self) -> None:
         """The engine has ended: a try that still runs says nothing about the pair."""
@@ -65,7 +76,12 @@ class PairProver:
     def _is_due(self, key: tuple[str, int], now: float) -> bool:
         with self._lock:
             proof = self._proofs.get(key)
-            return not (proof and proof.ok) and now >= self._retry.get(key, (0, now))[1]
+            if proof and proof.ok:
+                return (
+                    key in self._doubted
+                    and now >= self._proved_at.get(key, now - PROVE_ANEW_SECONDS) + PROVE_ANEW_SECONDS
+                )
+            return now >= self._retry.get(key, (0, now))[1]
 
     def _try_all(self, due: list[Peer], assignment: EngineAssignment, url: str, identity: Identity) -> None:
         try:
@@ -80,8 +96,8 @@ class PairProver:
         with EngineClient(url, assignment.secret) as decode, EngineClient(peer.url, peer.secret) as prefill:
             try:
                 prefill.health()
-            except Unanswered:
-                proof = None  # not up yet, or no longer: that is no statement about the pair
+            except Unanswered as error:
+                proof = self._unreachable(peer, error)
             else:
                 proof = prove_pair(
                     decode,
@@ -94,6 +110,15 @@ class PairProver:
                 )
         self._take_in(peer, proof)
 
+    def _unreachable(self, peer: Peer, error: Unanswered) -> PairProof | None:
+        """Not up yet, or no longer: that is no statement about the pair, unless it stays so while the peer is wanted."""
+        key = (peer.engine, peer.attempt)
+        with self._lock:
+            self._unreached[key] = tries = self._unreached.get(key, 0) + 1
+        if tries < UNREACHABLE_TRIES:
+            return None
+        return PairProof(*key, False, f"{peer.engine} is not to be reached at {peer.url} from this node: {error}")
+
     def _take_in(self, peer: Peer, proof: PairProof | None) -> None:
         key = (peer.engine, peer.attempt)
         with self._lock:
@@ -105,4 +130,8 @@ class PairProver:
             if proof is None:
                 return
             self._proofs[key] = proof
+            self._proved_at[key] = time.monotonic()
+            if proof.ok:
+                self._retry.pop(key, None)
+                self._unreached.pop(key, None)
         self._proved()

@@ -7,6 +7,7 @@ that answers `/health` has proved nothing: only a completion counts, and for a p
 from __future__ import annotations
 
 import random
+import string
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -16,7 +17,7 @@ import httpx
 from msgspec import Struct
 
 from controlplane.fleet.bounds import MOST_RANKS, MOST_TOKENS, sentence
-from controlplane.fleet.model import EngineLoad, PairProof, Peer
+from controlplane.fleet.model import EngineLoad, PairProof, Peer, Role
 from workers import metrics
 from workers.command import decode_context_parallel
 from workers.metrics import Figures
@@ -25,17 +26,30 @@ QUICK_SECONDS = 5.0
 """For `/health` and everything that costs the engine nothing."""
 COMPLETION_SECONDS = 120.0
 """For a few real tokens; a first one may compile kernels."""
+ALONE_SECONDS = 20.0
+"""For one token without the other side, of an engine that has just failed."""
 METRICS_LAG_SECONDS = 5.0
 """An engine's counters follow its answer a little later."""
 ANSWER_BYTES = 32 << 20
 """The longest answer that is read: an engine's metrics take a few hundred kilobytes."""
 DEFAULT_BLOCK = 128
-LOW_TOKEN, HIGH_TOKEN = 300, 2_000
-"""Token ids that are ordinary text in every vocabulary we know of, small test models included."""
+ORDINARY = range(300, 2_000)
+"""Token ids that are ordinary text in every large vocabulary, for an engine that does not tell its own."""
+LETTERS = string.ascii_letters + string.digits + string.punctuation + "éñüßøжитאבعرहि中文日本한국"
+WORDS = "the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one you"
+FEW_TOKENS = 8
+"""With fewer different ones chance alone does not make a prompt new."""
 
 
 class Unanswered(Exception):
     """The engine did not answer as it should; the message says how."""
+
+    def __init__(self, message: str, *, status: int | None = None, in_time: bool = True) -> None:
+        super().__init__(message)
+        self.status = status
+        """Of an answer that is a refusal."""
+        self.in_time = in_time
+        """False: nothing was said at all until the time was up."""
 
 
 class Identity(Struct, frozen=True):
@@ -96,7 +110,35 @@ class EngineClient:
     def figures(self) -> Figures:
         return metrics.read(self._ask("GET", "/metrics").text)
 
-    def complete(self, model: str, prompt: str | list[int], *, max_tokens: int, **more: object) -> dict[str, Any]:
+    def tokens(self, model: str) -> list[int]:
+        """Different token ids that the model has, by its own tokenizer; of one that does not tell them, ordinary ones."""
+        body = {"model": model, "prompt": f"{WORDS} {' '.join(LETTERS)}", "add_special_tokens": False}
+        try:
+            told = self._json("POST", "/tokenize", json=body).get("tokens")
+        except Unanswered:
+            told = None
+        known = {token for token in told if isinstance(token, int)} if isinstance(told, list) else None
+        return sorted(known or {0}) if known is not None else list(ORDINARY)
+
+    def answer(self, model: str, *, max_tokens: int = 1, timeout: float = COMPLETION_SECONDS) -> None:
+        """Asks for real tokens, by a text or, where the model's tokenizer knows no letter of it, by a token. Raises
+        `Unanswered`."""
+        try:
+            self.complete(model, "Hello", max_tokens=max_tokens, timeout=timeout)
+        except Unanswered as error:
+            if error.status != httpx.codes.BAD_REQUEST:
+                raise
+            self.complete(model, self.tokens(model)[:1], max_tokens=max_tokens, timeout=timeout)
+
+    def complete(
+        self,
+        model: str,
+        prompt: str | list[int],
+        *,
+        max_tokens: int,
+        timeout: float = COMPLETION_SECONDS,
+        **more: object,
+    ) -> dict[str, Any]:
         """A real text completion. Raises `Unanswered` also when the answer holds no token."""
         body = {
             "model": model,
@@ -106,7 +148,7 @@ class EngineClient:
             "ignore_eos": True,
             **more,
         }
-        answer = self._json("POST", "/v1/completions", json=body, timeout=COMPLETION_SECONDS)
+        answer = self._json("POST", "/v1/completions", json=body, timeout=timeout)
         usage = answer.get("usage") or {}
         if not answer.get("choices") or not usage.get("completion_tokens"):
             raise Unanswered("/v1/completions answered 200 without a single token")
@@ -127,11 +169,11 @@ class EngineClient:
             with self._http.stream(method, path, **options) as answer:
                 answer = _read(answer, path)
         except httpx.TimeoutException:
-            raise Unanswered(f"{path} gave no answer in time") from None
+            raise Unanswered(f"{path} gave no answer in time", in_time=False) from None
         except httpx.HTTPError as error:
             raise Unanswered(f"{path}: {type(error).__name__}") from None
         if answer.status_code != 200:
-            raise Unanswered(f"{path} answered {answer.status_code}{_reason(answer)}")
+            raise Unanswered(f"{path} answered {answer.status_code}{_reason(answer)}", status=answer.status_code)
         return answer
 
 
@@ -176,30 +218,44 @@ def prove_pair(
     """Sends one fresh prompt through both engines and looks whether its KV moved.
 
     The prompt is longer than one KV block and has never been seen, so that decode can hold nothing of it. A busy decode
-    engine's counters also move by its users' requests: there a completion and risen counters are weaker evidence.
+    engine's counters also move by its users' requests: there a completion and risen counters are weaker evidence. Of an engine
+    that fails its part, a completion without the other tells whether the fault is its own.
     """
 
-    def verdict(ok: bool, detail: str, moved: int = 0, seconds: float = 0.0) -> PairProof:
-        return PairProof(peer.engine, peer.attempt, ok, detail, bytes_moved=moved, seconds=seconds)
+    def verdict(ok: bool, detail: str, moved: int = 0, seconds: float = 0.0, fault: Role | None = None) -> PairProof:
+        return PairProof(peer.engine, peer.attempt, ok, detail, bytes_moved=moved, seconds=seconds, fault=fault)
 
-    prompt = fresh_prompt(block_size or DEFAULT_BLOCK, max_model_len, chance)
+    block = block_size or DEFAULT_BLOCK
+    tokens = prefill.tokens(model)
+    prompt = fresh_prompt(tokens, block, max_model_len, chance)
+    salt: dict[str, Any] = {"cache_salt": f"{chance.getrandbits(128):032x}"} if len(tokens) < FEW_TOKENS else {}
     try:
-        answer = prefill.complete(model, prompt, max_tokens=1, kv_transfer_params=FOR_REMOTE_DECODE)
+        answer = prefill.complete(model, prompt, max_tokens=1, kv_transfer_params=FOR_REMOTE_DECODE, **salt)
     except Unanswered as error:
-        return verdict(False, f"Prefill on {peer.engine} failed: {error}")
+        fault = None if _answers(prefill, model) else Role.PREFILL
+        return verdict(False, f"Prefill on {peer.engine} failed: {error}", fault=fault)
     params = answer.get("kv_transfer_params")
+    too_short = (
+        f"No prompt that fits the model ({max_model_len} tokens) fills a KV block ({block} tokens), so there is nothing to "
+        "transfer: set a smaller block_size, or use an aggregated pool."
+    )
     if not params or not params.get("do_remote_prefill"):
-        return verdict(False, f"{peer.engine} answered without KV transfer parameters.")
+        if len(prompt) < block:
+            return verdict(False, too_short)
+        return verdict(False, f"{peer.engine} answered without KV transfer parameters.", fault=Role.PREFILL)
     try:
         before = decode.figures().load
-        decode.complete(model, prompt, max_tokens=2, kv_transfer_params=params)
+        decode.complete(model, prompt, max_tokens=2, kv_transfer_params=params, **salt)
         after = _settled(decode, before, clock, sleep)
     except Unanswered as error:
-        return verdict(False, f"Decode with KV from {peer.engine} failed: {error}")
+        fault = None if _answers(decode, model) else Role.DECODE
+        return verdict(False, f"Decode with KV from {peer.engine} failed: {error}", fault=fault)
     moved = after.nixl_bytes - before.nixl_bytes
     taken = after.prompt_tokens_transferred - before.prompt_tokens_transferred
     computed = after.prompt_tokens_local - before.prompt_tokens_local
     seconds = max(after.nixl_seconds - before.nixl_seconds, 0.0)
+    if moved <= 0 and taken <= 0 and len(prompt) < block:
+        return verdict(False, too_short)
     if moved <= 0 and taken <= 0:
         return verdict(False, f"No KV came from {peer.engine}: decode computed the prompt itself.")
     if computed >= len(prompt) > taken:
@@ -207,12 +263,20 @@ def prove_pair(
     return verdict(True, f"{len(prompt)} prompt tokens came from {peer.engine}.", moved, seconds)
 
 
-def fresh_prompt(block_size: int, max_model_len: int | None, chance: random.Random) -> list[int]:
-    """Random token ids, an eighth longer than one block where the model's limit allows it."""
+def fresh_prompt(tokens: Sequence[int], block_size: int, max_model_len: int | None, chance: random.Random) -> list[int]:
+    """A random row of these tokens, an eighth longer than one block where the model's limit allows it."""
     length = block_size + block_size // 8 + 2
     if max_model_len is not None:
         length = max(1, min(length, max_model_len - 4))
-    return [chance.randrange(LOW_TOKEN, HIGH_TOKEN) for _ in range(length)]
+    return chance.choices(tokens, k=length)
+
+
+def _answers(engine: EngineClient, model: str) -> bool:
+    try:
+        engine.answer(model, timeout=ALONE_SECONDS)
+    except Unanswered:
+        return False
+    return True
 
 
 def _settled(

@@ -14,7 +14,7 @@ import pytest
 from controlplane.fleet.model import EngineAssignment, Observation, Peer, Phase, Role
 from controlplane.fleet.wire import NodePlan
 from tests.workers.conftest import Node, assignment, until
-from workers import pairs, probe
+from workers import answering, pairs, probe
 from workers.ports import numbers
 
 P, D, A = Role.PREFILL, Role.DECODE, Role.AGGREGATED
@@ -140,6 +140,57 @@ def test_a_partner_that_is_not_up_is_no_failed_pair(node: Node, monkeypatch: pyt
     until(lambda: "http://127.0.0.1:9" in tried)
     until(lambda: node.seen("d") and len(tried) > 5)
     assert node.seen("d").pairs == ()  # type: ignore[union-attr]
+
+
+def test_a_partner_that_stays_out_of_reach_is_a_failed_pair(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "FIRST_RETRY_SECONDS", 0.05)
+    up(node, msgspec.structs.replace(assignment("d", D), peers=(Peer("p", 1, "http://127.0.0.1:9", "s"),)))
+    until(lambda: (seen := node.seen("d")) and seen.pairs)
+    (proof,) = node.seen("d").pairs  # type: ignore[union-attr]
+    assert (proof.ok, proof.fault) == (False, None)
+    assert proof.detail.startswith("p is not to be reached at http://127.0.0.1:9 from this node")
+
+
+def test_a_pair_over_which_requests_fail_is_proved_anew(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "FIRST_RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(pairs, "PROVE_ANEW_SECONDS", 0.1)
+    prefill, decode = assignment("p", P), assignment("d", D)
+    seen_p, seen_d = up(node, prefill, decode)
+    paired = with_peer(decode, prefill, seen_p)
+    node.want(prefill, paired)
+    until(lambda: (seen := node.seen("d")) and seen.pairs)
+    set_faults(decode, seen_d, "transfer-fails")
+    doubted = msgspec.structs.replace(paired.peers[0], doubted=True)
+    node.want(prefill, msgspec.structs.replace(paired, peers=(doubted,)))
+    until(lambda: (seen := node.seen("d")) and not seen.pairs[0].ok)
+    proof = node.seen("d").pairs[0]  # type: ignore[union-attr]
+    assert proof.detail.startswith("Decode with KV from p failed: /v1/completions answered 500")
+    assert proof.fault is None, "each answers alone"
+    set_faults(decode, seen_d)
+    until(lambda: (seen := node.seen("d")) and seen.pairs[0].ok)
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("http-500", "/v1/completions answered 500"),
+        ("hang", "/v1/completions gave no answer in time"),
+    ],
+)
+def test_an_engine_that_calls_itself_healthy_and_answers_nothing_is_unhealthy_and_recovers(
+    node: Node, monkeypatch: pytest.MonkeyPatch, fault: str, says: str
+) -> None:
+    monkeypatch.setattr(answering, "LONGEST_SECONDS", 0.4)
+    node.pace = msgspec.structs.replace(node.pace, completion=0.3)
+    node.new_agent()
+    engine = assignment("d", D)
+    (seen,) = up(node, engine)
+    set_faults(engine, seen, fault)
+    sick = node.until_phase("d", Phase.UNHEALTHY)
+    assert sick.detail.startswith("Calls itself healthy, but fails a completion: ")
+    assert says in sick.detail
+    set_faults(engine, seen)
+    assert node.until_phase("d", Phase.WARMING).pid == seen.pid
 
 
 def test_proofs_of_a_partner_that_went_are_dropped(node: Node) -> None:

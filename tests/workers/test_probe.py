@@ -28,6 +28,10 @@ class FakeEngine:
         self.bytes = self.taken = self.local = 0
         self.tokens = 1
         self.status = 200
+        self.alone: int | None = None
+        """Status of completions without transfer params, if another."""
+        self.vocabulary: int | None = 50_000
+        """None: there is no `/tokenize`."""
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str] = []
 
@@ -39,13 +43,23 @@ class FakeEngine:
         if request.url.path == "/metrics":
             return httpx.Response(200, text=self.metrics())
         body = json.loads(request.content)
+        if request.url.path == "/tokenize":
+            return self.tokenize(body["prompt"])
         self.bodies.append(body)
-        if self.status != 200:
-            return httpx.Response(self.status, json={"error": {"message": "KV load failed"}})
+        status = self.status if self.alone is None or body.get("kv_transfer_params") else self.alone
+        if status != 200:
+            return httpx.Response(status, json={"error": {"message": "KV load failed"}})
+        if isinstance(body["prompt"], list) and self.vocabulary and max(body["prompt"]) >= self.vocabulary:
+            return httpx.Response(400, json={"error": {"message": "Token id is out of vocabulary"}})
         if self.moves and body.get("kv_transfer_params"):
             self.moves(self, len(body["prompt"]))
         usage = {"completion_tokens": self.tokens}
         return httpx.Response(200, json={"choices": [{"text": ""}], "usage": usage, "kv_transfer_params": self.params})
+
+    def tokenize(self, text: str) -> httpx.Response:
+        if self.vocabulary is None:
+            return httpx.Response(404)
+        return httpx.Response(200, json={"tokens": [ord(character) % self.vocabulary for character in text]})
 
     def metrics(self) -> str:
         source = "vllm:prompt_tokens_by_source_total{source="
@@ -74,7 +88,7 @@ def tells_bytes_only(engine: FakeEngine, tokens: int) -> None:
     engine.bytes += tokens * 1000
 
 
-def prove(decode: FakeEngine, prefill: FakeEngine) -> PairProof:
+def prove(decode: FakeEngine, prefill: FakeEngine, **more: Any) -> PairProof:
     now = 0.0
 
     def sleep(seconds: float) -> None:
@@ -86,9 +100,7 @@ def prove(decode: FakeEngine, prefill: FakeEngine) -> PairProof:
         prefill.client("secret-p"),
         PEER,
         model="m",
-        block_size=128,
-        max_model_len=2048,
-        chance=random.Random(1),
+        **{"block_size": 128, "max_model_len": 2048, "chance": random.Random(1), **more},
         clock=lambda: now,
         sleep=sleep,
     )
@@ -145,6 +157,58 @@ def test_a_refusal_names_its_side(side: str) -> None:
     assert not proof.ok
     assert proof.detail.lower().startswith(side)
     assert "500" in proof.detail
+    assert proof.fault == side, "it fails alone, too"
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_an_engine_that_answers_alone_is_not_at_fault_for_the_pair(side: str) -> None:
+    engines = {"decode": FakeEngine(moves=honest), "prefill": FakeEngine(params=PARAMS)}
+    engines[side].status, engines[side].alone = 500, 200
+    assert prove(engines["decode"], engines["prefill"]).fault is None
+
+
+def test_prefill_without_params_is_at_fault_itself() -> None:
+    assert prove(FakeEngine(moves=honest), FakeEngine()).fault == "prefill"
+
+
+@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize("max_model_len", [8, 64, 2048, None])
+@pytest.mark.parametrize("vocabulary", [2, 5, 60, 1_999, 150_000, None])
+def test_a_pair_is_proved_with_tokens_that_the_model_has(
+    vocabulary: int | None, max_model_len: int | None, block_size: int
+) -> None:
+    """The smallest vocabulary makes the fewest different prompts: then a salt makes them new."""
+    decode, prefill = FakeEngine(moves=honest), FakeEngine(params=PARAMS)
+    decode.vocabulary = prefill.vocabulary = vocabulary
+    chance = random.Random(3)
+    for _ in range(2):
+        proof = prove(decode, prefill, block_size=block_size, max_model_len=max_model_len, chance=chance)
+        assert proof.ok, proof.detail
+    first, second = prefill.bodies
+    assert len(first["prompt"]) + 2 <= (max_model_len or 10**9)
+    assert (first["prompt"], first.get("cache_salt")) != (second["prompt"], second.get("cache_salt"))
+    assert decode.bodies[0].get("cache_salt") == first.get("cache_salt")
+
+
+@pytest.mark.parametrize("params", [PARAMS, None])
+def test_a_model_shorter_than_a_block_has_nothing_to_transfer_and_that_is_said(params: dict[str, Any] | None) -> None:
+    proof = prove(FakeEngine(moves=computes_itself), FakeEngine(params=params), max_model_len=64)
+    assert (proof.ok, proof.fault) == (False, None)
+    assert proof.detail.startswith("No prompt that fits the model (64 tokens) fills a KV block (128 tokens)")
+
+
+def test_a_model_that_knows_no_letter_of_hello_answers_with_a_token_of_its_own() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        if request.url.path == "/tokenize":
+            return httpx.Response(200, json={"tokens": [4, 3]})
+        if body["prompt"] == "Hello":
+            return httpx.Response(400, text="The decoder prompt cannot be empty")
+        assert body["prompt"] == [3]
+        return httpx.Response(200, json={"choices": [{"text": ""}], "usage": {"completion_tokens": 1}})
+
+    with EngineClient("http://e", "s", transport=httpx.MockTransport(answer)) as client:
+        client.answer("m")
 
 
 def test_200_without_a_token_is_no_answer() -> None:
@@ -219,12 +283,12 @@ def test_a_block_spread_over_ranks_has_their_number_times_the_tokens(arguments: 
 def test_the_prompt_is_longer_than_a_block_where_the_model_allows_it(
     block_size: int, max_model_len: int | None, length: int
 ) -> None:
-    assert len(fresh_prompt(block_size, max_model_len, random.Random(1))) == length
+    assert len(fresh_prompt(range(9), block_size, max_model_len, random.Random(1))) == length
 
 
 def test_no_two_prompts_are_alike() -> None:
     chance = random.Random(1)
-    assert fresh_prompt(128, None, chance) != fresh_prompt(128, None, chance)
+    assert fresh_prompt(range(9), 128, None, chance) != fresh_prompt(range(9), 128, None, chance)
 
 
 @pytest.mark.parametrize("models", [{"data": {"a": 1}}, {"data": ["x"]}, {"data": [{"max_model_len": 1 << 70}]}, {}])
