@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import psutil
+from msgspec.structs import replace
 
 from controlplane.fleet import wire
 from controlplane.fleet.config import Config, load
@@ -53,7 +54,14 @@ def main() -> int:
         folder = private_folder(private_folder(config.home_path()) / "agents" / name)
         with lock(folder, name):
             stopping = catch_signals()
-            identity = identify(folder, name=name, control_plane=url, token=config.join_token, sleep=until(stopping))
+            identity = identify(
+                folder,
+                name=name,
+                control_plane=url,
+                token=config.join_token,
+                address=partial(hardware.choose_address, config.node_address),
+                sleep=until(stopping),
+            )
             Node(config, folder, identity).run(stopping)
     except TandemError as error:
         print(error.message, file=sys.stderr)
@@ -116,6 +124,13 @@ class Node:
         self._config = config
         self._cache = config.cache_path()
         self._address = hardware.choose_address(config.node_address, identity.control_plane)
+        if identity.address and identity.address != self._address:
+            log.warning(
+                "Engines would listen on %s, and this node joined with %s: no engine here is used until it joins again, with a "
+                "token in TANDEM_JOIN_TOKEN (or set TANDEM_NODE_ADDRESS).",
+                self._address,
+                identity.address,
+            )
         self._threads = config.engine_cpus or max(1, len(os.sched_getaffinity(0)) // 2)
         redis = connect(identity.redis_url)
         self._redis_password = str(redis.get_connection_kwargs().get("password") or "")
@@ -162,7 +177,8 @@ class Node:
 
     def _read_facts(self) -> NodeFacts:
         pids = self.agent.engine_pids() if hasattr(self, "agent") else set()
-        return hardware.read_facts(self._address, disk=self._cache, engine_pids=pids, runtimes=self._offered)
+        facts = hardware.read_facts(self._address, disk=self._cache, engine_pids=pids, runtimes=self._offered)
+        return replace(facts, engine_ports=self._config.engine_port_range())
 
     def _offered(self, gpus: tuple[GpuFacts, ...]) -> tuple[Runtime, ...]:
         return offered(self._config.runtime, runtimes.installable(gpus))

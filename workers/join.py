@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import httpx
 import msgspec
@@ -40,6 +41,15 @@ class Identity(Struct, frozen=True):
     name: str
     redis_url: str
     control_plane: str = ""
+    address: str = ""
+    """On which the control plane expects this node's engines; empty: one of an older version did not say."""
+    took_over: bool = False
+    """Another machine had this name."""
+
+    @property
+    def password(self) -> str:
+        """Of its Redis user. Shown when the node joins again, it stays the same node."""
+        return unquote(urlsplit(self.redis_url).password or "")
 
 
 def identify(
@@ -48,20 +58,23 @@ def identify(
     name: str,
     control_plane: str,
     token: str,
-    ask: Callable[[str, str, str], Identity | None] | None = None,
+    address: Callable[[str], str] = lambda control_plane: "",
+    ask: Callable[[str, Application], Identity | None] | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Identity:
     """This node's identity: the stored one, or a new one by the token (waiting until the control plane is up).
 
-    With a token at hand the node joins anew where Redis refuses the stored login, or is gone and another control plane is
-    named; it keeps its name, and so its engines. While the name seems in use, a stored login that Redis takes again, as after
-    a restart of all, is the quicker way back.
+    `address`: on which its engines will listen, by the control plane's URL. With a token at hand the node joins anew where Redis refuses the stored login,
+    or is gone and another control plane is named, or where its address is another by now; it shows that it is the same node,
+    and so keeps its engines. While the name seems in use, a stored login that Redis takes again, as after a restart of all, is
+    the quicker way back; a stored login that Redis takes is also kept where the control plane refuses the token.
 
     Raises `InvalidInput` where something is missing, `Forbidden` when the token is refused.
     """
     file = private_folder(folder) / NODE_FILE
     stored = _read(file)
-    if stored is not None and not (token and _is_outdated(stored, control_plane)):
+    outdated = bool(token) and stored is not None and _is_outdated(stored, control_plane)
+    if stored is not None and not outdated and not (token and _has_moved(stored, address, control_plane)):
         return stored
     if not control_plane:
         raise InvalidInput(
@@ -78,7 +91,15 @@ def identify(
             "TANDEM_JOIN_TOKEN_FILE. The Nodes page and `manage.py jointoken` make one.",
             field="join_token",
         )
-    identity = _await(ask or ask_control_plane, control_plane, token, name, sleep, stored)
+    same = stored is not None and stored.control_plane == control_plane
+    application = Application(token, name, address(control_plane), stored.password if stored and same else "")
+    try:
+        identity = _await(ask or ask_control_plane, control_plane, application, sleep, stored)
+    except Forbidden as error:
+        if stored is None or outdated:
+            raise
+        log.warning("%s This node goes on as it joined before, with the address %s.", error.message, stored.address)
+        return stored
     if identity == stored:
         return stored
     write_private(file, msgspec.json.encode(identity))
@@ -86,7 +107,16 @@ def identify(
     return identity
 
 
-def ask_control_plane(url: str, token: str, name: str) -> Identity | None:
+class Application(Struct, frozen=True, omit_defaults=True):
+    """What a machine says to be let in."""
+
+    token: str
+    name: str
+    address: str = ""
+    former_password: str = ""
+
+
+def ask_control_plane(url: str, application: Application) -> Identity | None:
     """One attempt. None: the control plane is not up yet.
 
     Raises `Forbidden` when it refuses (`NameInUse`: perhaps not for long), `InvalidInput` for a URL that no control plane
@@ -94,7 +124,7 @@ def ask_control_plane(url: str, token: str, name: str) -> Identity | None:
     """
     try:
         with httpx.Client(transport=httpx.HTTPTransport(proxy=proxy_for(url)), timeout=ASK_TIMEOUT_SECONDS) as client:
-            answer = client.post(f"{url}/api/v1/nodes/join", json={"token": token, "name": name})
+            answer = client.post(f"{url}/api/v1/nodes/join", json=msgspec.to_builtins(application))
     except httpx.HTTPError:
         return None
     if answer.status_code >= 500 or answer.status_code == 429:
@@ -117,10 +147,9 @@ def _message(answer: httpx.Response) -> str:
 
 
 def _await(
-    ask: Callable[[str, str, str], Identity | None],
+    ask: Callable[[str, Application], Identity | None],
     url: str,
-    token: str,
-    name: str,
+    application: Application,
     sleep: Callable[[float], None],
     stored: Identity | None,
 ) -> Identity:
@@ -128,7 +157,7 @@ def _await(
     in_use = 0.0
     while True:
         try:
-            if (identity := ask(url, token, name)) is not None:
+            if (identity := ask(url, application)) is not None:
                 break
             why = f"The control plane at {url} is not up yet"
         except NameInUse as error:
@@ -144,6 +173,8 @@ def _await(
             told = True
         sleep(TRY_EVERY_SECONDS)
     log.info("Joined %s as node %s.", url, identity.name)
+    if identity.took_over:
+        log.warning("Another machine had this name; its access is taken away, and engines it ran are started anew.")
     return identity
 
 
@@ -155,6 +186,10 @@ def _read(file: Path) -> Identity | None:
     except msgspec.DecodeError:
         log.warning("%s cannot be read; this node has to join again.", file)
         return None
+
+
+def _has_moved(stored: Identity, address: Callable[[str], str], control_plane: str) -> bool:
+    return bool(stored.address) and stored.address != (address(control_plane or stored.control_plane) or stored.address)
 
 
 def _is_outdated(stored: Identity, control_plane: str) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
+from django.db import transaction
 from django.urls import path
 from drf_spectacular.utils import extend_schema
 from rest_framework.request import Request
@@ -12,7 +14,7 @@ from rest_framework.response import Response
 from controlplane.access.roles import Role
 from controlplane.api import requests, resources
 from controlplane.api.view import IDEMPOTENCY_KEY, ApiView, would_stop
-from controlplane.deployments import effects
+from controlplane.deployments import effects, node_events
 from controlplane.nodes import queries, services
 
 
@@ -60,10 +62,13 @@ class NodeJoin(ApiView):
 
     @extend_schema(operation_id="joinNode", auth=[], request=requests.Join, responses=resources.JoinedResource)
     def post(self, request: Request) -> Response:
-        """Called by the agent. Unknown, used and expired tokens are refused alike; a known name keeps its identity."""
+        """Called by the agent. Unknown, used and expired tokens are refused alike. A name that has joined before is let in again
+        with its former password, or taken over with a token that was made for it."""
         wanted = self.checked(requests.Join)
         host = urlsplit(f"//{request.get_host()}").hostname or "127.0.0.1"
-        joined = services.join(token=wanted["token"], name=wanted["name"], redis_host=host)
+        with transaction.atomic():
+            joined = services.join(**wanted, redis_host=host, seen=_asked_from(request))
+            node_events.tell_joined(joined)
         return Response(resources.JoinedResource(joined).data)
 
 
@@ -75,9 +80,21 @@ class JoinTokens(ApiView):
         responses={201: resources.JoinTokenResource},
     )
     def post(self, request: Request) -> Response:
-        hours: int = self.checked(requests.JoinToken)["hours"]
-        token = services.create_join_token(actor=self.actor, hours=hours, once=self.idempotency_key())
-        return Response(resources.JoinTokenResource({"token": token, "hours": hours}).data, status=201)
+        wanted = self.checked(requests.JoinToken)
+        token = services.create_join_token(actor=self.actor, once=self.idempotency_key(), **wanted)
+        return Response(resources.JoinTokenResource({"token": token, **wanted}).data, status=201)
+
+
+def _asked_from(request: Request) -> str:
+    """The address that a request comes from; behind a proxy the one that it tells; empty: it tells none."""
+    told = request.headers.get("X-Real-IP") or request.headers.get("X-Forwarded-For", "").rpartition(",")[2].strip()
+    proxied = told or {"X-Forwarded-Proto", "Forwarded", "Via"} & set(request.headers)
+    try:
+        address = ip_address(told if proxied else str(request.META.get("REMOTE_ADDR", "")))
+    except ValueError:
+        return ""
+    address = getattr(address, "ipv4_mapped", None) or address
+    return "" if proxied and address.is_loopback else str(address)  # a proxy's own machine proves nothing
 
 
 routes = [

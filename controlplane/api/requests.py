@@ -70,10 +70,28 @@ class LogFollow(serializers.Serializer[Any]):
 class Join(_Strict):
     token = serializers.CharField(max_length=200)
     name = serializers.CharField(max_length=63)
+    address = serializers.CharField(
+        default="", max_length=64, help_text="On which its engines will listen; default: where the request comes from."
+    )
+    former_password = serializers.CharField(
+        default="",
+        max_length=200,
+        help_text="Of its Redis user of before, by which a node that joins again stays the same.",
+    )
 
 
 class JoinToken(_Strict):
     hours = serializers.IntegerField(default=1, min_value=1, max_value=168)
+    node = serializers.CharField(
+        default="",
+        max_length=63,
+        help_text="The only name that it is good for, also one that is known; default: any new name.",
+    )
+    address = serializers.CharField(
+        default="",
+        max_length=64,
+        help_text="Of that node's engines, where it is not the address that the node asks from.",
+    )
 
 
 def _limit(field: str, **more: Any) -> serializers.IntegerField:

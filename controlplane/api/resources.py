@@ -217,11 +217,17 @@ class NodeList(serializers.Serializer[Any]):
 class JoinedResource(serializers.Serializer[Any]):
     name = serializers.CharField()
     redis_url = serializers.CharField(help_text="Holds the node's own password: keep it in a file of mode 0600.")
+    address = serializers.CharField(help_text="On which its engines must listen.")
+    took_over = serializers.BooleanField(
+        help_text="Another node had this name: its access is gone, and its engines are started anew."
+    )
 
 
 class JoinTokenResource(serializers.Serializer[Any]):
     token = serializers.CharField(help_text="Shown this once.")
     hours = serializers.IntegerField()
+    node = serializers.CharField(help_text="The only name that it is good for; empty: any new one.")
+    address = serializers.CharField(help_text="Of that node's engines; empty: where it asks from.")
 
 
 class KeyResource(serializers.Serializer[Any]):

@@ -92,6 +92,18 @@ def parser() -> argparse.ArgumentParser:
 
     token = commands.add_parser("join-token", help="a one-time token with which a node joins")
     token.add_argument("--hours", type=_between(1, 168), default=1, metavar="N", help="good for so long (default: 1)")
+    token.add_argument(
+        "--node",
+        default="",
+        metavar="NAME",
+        help="good for this name only, also if a node had it before (default: any new name)",
+    )
+    token.add_argument(
+        "--address",
+        default="",
+        metavar="IP",
+        help="of the node's engines, if the node reaches the control plane from another",
+    )
 
     bench = commands.add_parser("bench", help="experiments against the OpenAI endpoint").add_subparsers(
         dest="action", required=True, metavar="prefixes"

@@ -225,7 +225,8 @@ _KEY_ACTIONS = {
 
 
 def join_token(client: Client, arguments: argparse.Namespace) -> int:
-    answer = client.call("POST", "join-tokens", body={"hours": arguments.hours})
+    body = {"hours": arguments.hours, "node": arguments.node, "address": arguments.address}
+    answer = client.call("POST", "join-tokens", body={name: value for name, value in body.items() if value})
     print(
         f"On the node, within {answer['hours']} h, with this token in TANDEM_JOIN_TOKEN:\n"
         f"  .venv/bin/python -m workers --join {client.url}",

@@ -10,6 +10,7 @@ from django.utils import timezone
 from controlplane.access.roles import SYSTEM
 from controlplane.deployments.models import Event
 from controlplane.nodes.models import Node
+from controlplane.nodes.services import Joined
 
 REPORT_REFUSED, REPORT_READ = "report-refused", "report-read"
 QUIET_FOR = timedelta(minutes=10)
@@ -19,6 +20,18 @@ QUIET_FOR = timedelta(minutes=10)
 def tell(node: str, kind: str, message: str, *, actor: str = SYSTEM.name) -> None:
     """An event of a node."""
     Event.objects.create(node_name=node, kind=kind, message=message, actor=actor)
+
+
+def tell_joined(joined: Joined) -> None:
+    """A node has joined, perhaps under a name that another had."""
+    if joined.took_over:
+        sentence = (
+            f"{joined.name} is another machine now, at {joined.address}. The former one's access is taken away; engines that it ran "
+            "are started anew, with new secrets."
+        )
+        tell(joined.name, "taken-over", sentence, actor=joined.allowed_by)
+    else:
+        tell(joined.name, "joined", f"{joined.name} joined, at {joined.address}.", actor=joined.allowed_by)
 
 
 def tell_refusals(nodes: Iterable[Node]) -> None:

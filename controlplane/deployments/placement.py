@@ -241,7 +241,7 @@ class Placer:
 
 
 def _usable(node: NodeRecord) -> bool:
-    return not node.cordoned and presence(node.silent_seconds) is Presence.REPORTING
+    return not node.cordoned and not node.barred and presence(node.silent_seconds) is Presence.REPORTING
 
 
 def _facts(host: _Host) -> NodeFacts:
@@ -262,6 +262,8 @@ def _cpu_bytes(spec: DeploymentSpec, role: Role) -> int:
 def _absence(node: NodeRecord) -> str:
     if node.cordoned:
         return f"{node.name} is cordoned"
+    if node.barred:
+        return f"{node.name} {node.barred}"
     if node.facts is None:
         return f"{node.name} has not reported yet"
     return f"{node.name} is silent"

@@ -17,10 +17,12 @@ from controlplane.access.models import ApiKey
 from controlplane.deployments.models import Deployment, Engine, Lease, Published, Revision
 from controlplane.deployments.world import DeploymentRecord, EngineRecord, NodeRecord, World
 from controlplane.fleet.lifecycle import State
-from controlplane.fleet.model import Observation, Role, Runtime
+from controlplane.fleet.model import Observation, Phase, Role, Runtime
 from controlplane.fleet.spec import DeploymentSpec, PoolSpec
 from controlplane.fleet.wire import NodeReport, RouterStatus, RoutingPolicy, Scope, SnapshotKey
+from controlplane.nodes import addresses
 from controlplane.nodes.models import Node
+from controlplane.nodes.queries import barred
 from controlplane.nodes.reports import Age, age, facts_of, latest
 
 SNAPSHOT = "snapshot"
@@ -63,7 +65,7 @@ def gather(
     revisions = {(r.deployment.name, r.number): r for r in newest.values()}
     revisions |= {(row.deployment.name, row.revision.number): row.revision for row in rows}
     deployments = list(Deployment.objects.all())
-    stored, engines = _engine_records(rows, reports)
+    stored, engines = _engine_records(rows, nodes, reports)
     world = World(
         nodes={name: _node_record(node, reports.get(name), came.get(name), now) for name, node in nodes.items()},
         deployments={d.name: deployment_record(d, newest[d.pk].number) for d in deployments if d.pk in newest},
@@ -148,8 +150,7 @@ def _node_record(node: Node, report: NodeReport | None, came: datetime | None, n
     heard = latest(node.last_report_at, came)
     silent = inf if heard is None else max(0.0, (now - heard).total_seconds())
     took = report is not None and report.holds_plan and 0 < node.plan_generation <= report.plan_generation
-    cordoned = node.cordoned or bool(node.report_error)  # nothing new goes to a node whose word cannot be read
-    return NodeRecord(node.name, facts, cordoned, silent, took)
+    return NodeRecord(node.name, facts, node.cordoned, silent, took, barred=barred(node, facts))
 
 
 def _newest_revisions() -> dict[int, Revision]:
@@ -159,14 +160,19 @@ def _newest_revisions() -> dict[int, Revision]:
 
 
 def _engine_records(
-    rows: Iterable[Engine], reports: Mapping[str, NodeReport]
+    rows: Iterable[Engine], nodes: Mapping[str, Node], reports: Mapping[str, NodeReport]
 ) -> tuple[dict[str, EngineRecord], dict[str, EngineRecord]]:
-    """The engines as stored, and as the newest reports show them. Only what its own node says of its own attempt counts."""
+    """The engines as stored, and as the newest reports show them. Only what its own node says of its own attempt counts; one
+    that listens where it may not is not used, and says so."""
     seen = {(name, o.engine, o.attempt): o for name, report in reports.items() for o in report.engines}
     stored = {row.id: engine_record(row) for row in rows}
     now = dict(stored)
     for engine in stored.values():
         if (found := seen.get((engine.node or "", engine.id, engine.attempt))) is not None:
+            facts = reports[engine.node or ""].facts
+            pinned = nodes[engine.node or ""].address or facts.address
+            if found.phase is not Phase.EXITED and (why := addresses.objection(found, pinned=pinned, facts=facts)):
+                found = replace(found, phase=Phase.STARTING, detail=why, progress=None, ports=None, load=None)
             now[engine.id] = replace(engine, observation=found, reported=True)
     return stored, now
 

@@ -24,6 +24,8 @@ class NodeRecord(Struct, frozen=True):
     """Since its last new report, whoever was restarted meanwhile; infinite: it never reported."""
     took_plan: bool = False
     """Its newest report shows that it has taken in the newest plan made for it."""
+    barred: str = ""
+    """Why nothing new is placed on it, beside being cordoned; empty: nothing bars it."""
 
 
 class EngineRecord(Struct, frozen=True):

@@ -118,6 +118,8 @@ class NodeFacts(Struct, frozen=True):
     """The network interface that has `address`; empty: not known."""
     driver: str = ""
     agent_version: str = ""
+    engine_ports: tuple[Port, Port] | None = None
+    """The range from which its engines take their ports, both ends included; None: not told."""
     runtimes: Annotated[tuple[Runtime, ...], Meta(max_length=8)] = (Runtime.SIM,)
     """What this node can run, best first (installed or installable)."""
 

@@ -25,6 +25,17 @@ class NodeRow:
     """Since its last new report came, by the server's clock."""
     engines: int
     """That hold a place on it."""
+    barred: str
+    """Why it takes no new engines, beside being cordoned: as `node <name> …`; empty: nothing bars it."""
+
+
+def barred(node: Node, facts: NodeFacts | None) -> str:
+    """Why nothing new is placed on the node, whoever cordoned it or not: it could not be used there. Empty: nothing bars it."""
+    if node.report_error:
+        return "sends reports that cannot be read"
+    if facts is not None and node.address and facts.address != node.address:
+        return f"joined with {node.address} and is at {facts.address} now"
+    return ""
 
 
 def silent_seconds(node: Node, now: datetime) -> float | None:
@@ -53,4 +64,5 @@ def _nodes() -> QuerySet[Node]:
 def _row(node: Node) -> NodeRow:
     age = silent_seconds(node, timezone.now())
     held: int = getattr(node, "engines_held")  # noqa: B009  (an annotation, unknown to the type)
-    return NodeRow(node, facts_of(node), presence(age), age, held)
+    facts = facts_of(node)
+    return NodeRow(node, facts, presence(age), age, held, barred(node, facts))

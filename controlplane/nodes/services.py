@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 import secrets
 from datetime import timedelta
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from controlplane.access.roles import Actor, Role
 from controlplane.fleet.errors import Conflict, Forbidden, InvalidInput, NotFound, Unavailable
 from controlplane.fleet.lifecycle import HOLDS_NODE
 from controlplane.fleet.wire import checked_node_name
+from controlplane.nodes import addresses
 from controlplane.nodes.models import JoinToken, Node
 from controlplane.nodes.presence import Presence, presence
 from controlplane.nodes.queries import silent_seconds
@@ -29,62 +31,99 @@ class Joined(NamedTuple):
     name: str
     redis_url: str
     """Holds the node's own password, which is stored nowhere else."""
+    address: str = ""
+    """On which its engines listen."""
+    took_over: bool = False
+    """Another node had this name. Its access is gone, and engines it had are started anew with new secrets."""
+    allowed_by: str = ""
+    """Who made the token."""
 
 
 @transaction.atomic
-def create_join_token(*, actor: Actor, hours: int = 1, once: str = "") -> str:
-    """A token with which one agent may join, once, within so many hours. Only its digest is kept. `once`: makes a second
-    sending harmless (`access.once`).
+def create_join_token(*, actor: Actor, hours: int = 1, node: str = "", address: str = "", once: str = "") -> str:
+    """A token with which one agent may join, once, within so many hours. Only its digest is kept.
 
-    Raises `Forbidden` (needs admin), `InvalidInput` or `Conflict`.
+    `node`: the only name that it is good for, and good also if a node of this name has joined before; empty: any new name.
+    `address`: where that node's engines will listen, needed only where it is not the address that the node asks from.
+    `once`: makes a second sending harmless (`access.once`). Raises `Forbidden` (needs admin), `InvalidInput` or `Conflict`.
     """
     actor.require(Role.ADMIN)
     if not 1 <= hours <= MAX_TOKEN_HOURS:
         raise InvalidInput(f"hours: choose 1 to {MAX_TOKEN_HOURS}", field="hours")
-    sent = Once(actor, "join_token.create", once, [hours])
+    bound: dict[str, str] = {}
+    if node:
+        try:
+            bound["node"] = checked_node_name(node)
+        except InvalidInput as error:
+            raise InvalidInput(f"node: {error.message.removeprefix('name: ')}", field="node") from None
+    if address:
+        bound["address"] = addresses.checked(address)
+    sent = Once(actor, "join_token.create", once, [hours, node, address])
     token = f"tdj-{sent.secret()}"
     if sent.target:
         return token
     digest = _digest(token)
-    JoinToken.objects.create(digest=digest, created_by=actor.name, expires_at=timezone.now() + timedelta(hours=hours))
-    audit.record(actor=actor, action="join_token.create", target=digest[:8], hours=hours)
+    expires_at = timezone.now() + timedelta(hours=hours)
+    JoinToken.objects.create(digest=digest, created_by=actor.name, expires_at=expires_at, **bound)
+    audit.record(actor=actor, action="join_token.create", target=digest[:8], hours=hours, **bound)
     sent.made(f"join token {digest[:8]}")
     return token
 
 
 @transaction.atomic
-def join(*, token: str, name: str, redis_host: str) -> Joined:
-    """Let an agent in: use the token up, make the node (or find it again: a known name keeps its identity), give it a
-    Redis user of its own. `redis_host`: the host at which the agent reaches the control plane.
+def join(
+    *, token: str, name: str, redis_host: str, address: str = "", seen: str = "", former_password: str = ""
+) -> Joined:
+    """Let an agent in: use the token up, make the node, give it a Redis user of its own. `redis_host`: the host at which the
+    agent reaches the control plane; `address` and `seen`: see `addresses.settle`.
 
-    Raises `InvalidInput` (name), `Forbidden` (the token is unknown, used or expired: alike), `Conflict` (a node of this
-    name is reporting now), `Unavailable` (Redis). The token is used up only when all went well.
+    A name that has joined before is let in again if the agent shows the node's `former_password` (it stays the same node), or
+    if the token was made for this name: then another machine takes the name over, under a node row of its own, so that what
+    the former one ran and knew is started anew. Either way the former connections to Redis are cut.
+
+    Raises `InvalidInput` (name, address), `Forbidden` (the token is unknown, used or expired: alike; or made for another name or
+    address, or not for a name that is known), `Conflict` (a node of this name is reporting now), `Unavailable` (Redis). The
+    token is used up only when all went well.
     """
     checked_node_name(name)
     now = timezone.now()
-    used = JoinToken.objects.filter(digest=_digest(token), used_at=None, expires_at__gt=now).update(
-        used_at=now, used_by=name
-    )
-    if not used:
+    row = JoinToken.objects.select_for_update().filter(digest=_digest(token), used_at=None, expires_at__gt=now).first()
+    if row is None or not JoinToken.objects.filter(pk=row.pk, used_at=None).update(used_at=now, used_by=name):
         raise Forbidden("this join token is unknown, used or expired; make a new one on the Nodes page")
+    if row.node and row.node != name:
+        raise Forbidden(f"this join token is for node {row.node}: set TANDEM_NODE_NAME={row.node}, or make another")
+    settled = addresses.settle(address, seen=seen, confirmed=row.address) if address or seen or row.address else ""
     node = Node.objects.select_for_update().filter(name=name).first()
+    took_over = node is not None and not hmac.compare_digest(_digest(former_password), node.redis_digest)
+    if took_over and not row.node:
+        raise Forbidden(
+            f"a node named {name} has joined before, and this token is for new nodes: set another TANDEM_NODE_NAME, or let an "
+            f"admin make a token for this name: tandem join-token --node {name}"
+        )
     if node is not None and presence(silent_seconds(node, now)) is Presence.REPORTING:
         raise Conflict(f"a node named {name} is reporting now: stop its agent, or set another TANDEM_NODE_NAME")
-    password = secrets.token_hex(32)
-    digest = _digest(password)
-    Node.objects.update_or_create(name=name, defaults={"redis_digest": digest})
-    audit.record(
-        actor=Actor(name, Role.VIEWER, "node"),
-        action="node.join",
-        target=name,
-        token=_digest(token)[:8],
-        again=bool(node),
-    )
     publisher = publish.current()
+    if node is not None and took_over:
+        cordoned = node.cordoned
+        node.delete()
+        node = Node(name=name, cordoned=cordoned)
+    password = secrets.token_hex(32)
+    node = node or Node(name=name)
+    node.redis_digest, node.address = _digest(password), settled or node.address
+    node.plan_sent_at = None
+    node.save()
+    audit.record(
+        actor=Actor(name, Role.VIEWER, "node", seen),
+        action="node.take_over" if took_over else "node.join",
+        target=name,
+        token=row.digest[:8],
+        address=node.address,
+    )
     url = publisher.node_url(name, password, redis_host)
-    publisher.ensure_node_user(name, digest)
+    publisher.forget_node(name)  # whoever is connected as this node is cut
+    publisher.ensure_node_user(name, node.redis_digest)
     transaction.on_commit(lambda: _changed(name), robust=True)
-    return Joined(name, url)
+    return Joined(name, url, node.address, took_over, row.created_by)
 
 
 def cordon(*, actor: Actor, name: str) -> Node:

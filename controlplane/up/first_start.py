@@ -6,11 +6,14 @@ for this machine's agent, and prints one line of JSON, `Prepared`. It is the onl
 
 from __future__ import annotations
 
+import platform
 import sys
 
 import msgspec
 from msgspec import Struct
 
+from controlplane.fleet import config
+from controlplane.fleet.wire import node_name_of_host
 from controlplane.up.state import StateFolder
 
 
@@ -49,15 +52,15 @@ def prepare(state: StateFolder) -> Prepared:
     if authenticate_key(state.read(state.manage_key)) is None:
         _, text = create_key(actor=SYSTEM, name="make up itself", scope="manage", role=Role.OPERATOR)
         state.write(state.manage_key, text)
-    state.write(state.join_token, create_join_token(actor=SYSTEM, hours=1))
+    settings = config.load()
+    own_name = settings.node_name or node_name_of_host(platform.node())
+    state.write(state.join_token, create_join_token(actor=SYSTEM, hours=1, node=own_name))
     return Prepared(connection.display_name, pending, password, made)
 
 
 def main() -> int:
     import django
     from django.db import DatabaseError
-
-    from controlplane.fleet import config
 
     try:
         django.setup()

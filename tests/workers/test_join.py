@@ -18,7 +18,7 @@ from controlplane.fleet import wire
 from controlplane.fleet.errors import Forbidden, InvalidInput
 from tests.conftest import free_port
 from tests.workers import test_redis_user
-from workers.join import NODE_FILE, Identity, ask_control_plane, identify
+from workers.join import NODE_FILE, Application, Identity, ask_control_plane, identify
 
 NOWHERE = "redis://node.x:pw@127.0.0.1:1/0"
 
@@ -85,7 +85,7 @@ def test_a_control_plane_that_is_not_up_yet_is_waited_for(tmp_path: Path, contro
     identity = identify(tmp_path, name="x", control_plane=control_plane.url, token="t", sleep=waits.append)
     assert identity.name == "x"
     assert len(waits) == 3
-    assert ask_control_plane(f"http://127.0.0.1:{free_port()}", "t", "x") is None
+    assert ask_control_plane(f"http://127.0.0.1:{free_port()}", Application("t", "x")) is None
 
 
 def test_a_name_that_seems_in_use_is_tried_for_a_while(control_plane: ControlPlane, tmp_path: Path) -> None:
@@ -185,3 +185,44 @@ def test_a_login_that_comes_back_while_the_name_seems_in_use_is_used(
     assert found.redis_url == node_url
     assert len(control_plane.asked) == 2
     assert (tmp_path / "applied.json").exists(), "the control plane is the same"
+
+
+def test_a_node_says_where_it_listens_and_shows_that_it_is_the_same(
+    tmp_path: Path, control_plane: ControlPlane
+) -> None:
+    """Asked again with a token at hand and another address, it shows its former password to the control plane that gave it."""
+    given = (200, {"name": "x", "redis_url": "redis://node.x:p%2Fw@127.0.0.1:1/0", "address": "10.0.0.5"})
+    control_plane.answers = [given]
+
+    def at(address: str, url: str = control_plane.url) -> Identity:
+        return identify(
+            tmp_path, name="x", control_plane=url, token="t", address=lambda _: address, sleep=lambda _: None
+        )
+
+    assert at("10.0.0.5").address == "10.0.0.5"
+    assert at("10.0.0.5").address == "10.0.0.5"
+    assert len(control_plane.asked) == 1, "nothing has changed"
+    at("10.0.0.6")
+    asked = [body for _, body in control_plane.asked]
+    assert asked == [
+        {"token": "t", "name": "x", "address": "10.0.0.5"},
+        {"token": "t", "name": "x", "address": "10.0.0.6", "former_password": "p/w"},
+    ]
+    stored(tmp_path, NOWHERE, "http://former.example:8000")
+    at("10.0.0.5")
+    assert "former_password" not in control_plane.asked[-1][1], "another control plane learns no password"
+
+
+def test_an_old_token_does_not_stop_a_node_whose_address_changed(tmp_path: Path, control_plane: ControlPlane) -> None:
+    known = Identity("x", NOWHERE, control_plane.url, "10.0.0.5")
+    (tmp_path / NODE_FILE).write_bytes(msgspec.json.encode(known))
+    control_plane.answers = [(403, {"error": {"message": "this join token is used"}})]
+    found = identify(
+        tmp_path,
+        name="x",
+        control_plane=control_plane.url,
+        token="t",
+        address=lambda _: "10.0.0.6",
+        sleep=lambda _: None,
+    )
+    assert found == known

@@ -78,24 +78,79 @@ def test_a_failed_join_leaves_the_token_unused(publisher: InMemoryPublisher) -> 
     join("a", text)
 
 
-def test_a_known_name_keeps_its_identity_and_gets_a_new_password(publisher: InMemoryPublisher) -> None:
-    join("a")
+def password_of(joined: services.Joined) -> str:
+    return joined.redis_url.split(":")[2].split("@")[0]
+
+
+def test_a_node_that_shows_its_former_password_stays_the_same_node(publisher: InMemoryPublisher) -> None:
+    first = join("a")
     before = Node.objects.get()
     Node.objects.update(cordoned=True, last_report_at=timezone.now() - timedelta(minutes=5))
-    first = publisher.users["a"]
-    join("a")
+    again = services.join(token=token(), name="a", redis_host="h", former_password=password_of(first))
     node = Node.objects.get()
     assert (node.pk, node.cordoned, node.joined_at) == (before.pk, True, before.joined_at)
-    assert publisher.users["a"] == node.redis_digest != first
+    assert not again.took_over
+    assert publisher.users["a"] == node.redis_digest != before.redis_digest
+
+
+@pytest.mark.parametrize("former", ["", "guessed"])
+def test_a_token_for_new_nodes_takes_no_known_name_over(publisher: InMemoryPublisher, former: str) -> None:
+    """The name's plan holds secrets of engines: who has a token meant for a new node does not get them."""
+    join("a")
+    before = Node.objects.get()
+    text = token()
+    with pytest.raises(Forbidden, match="tandem join-token --node a"):
+        services.join(token=text, name="a", redis_host="h", former_password=former)
+    assert publisher.users == {"a": before.redis_digest}
+    join("b", text)
+
+
+def test_a_token_for_one_name_is_good_for_no_other() -> None:
+    text = services.create_join_token(actor=SYSTEM, node="a")
+    with pytest.raises(Forbidden, match="TANDEM_NODE_NAME=a"):
+        join("b", text)
+    assert not join("a", text).took_over
+
+
+def test_taking_a_name_over_gives_none_of_the_former_ones_secrets(fleet: Fleet) -> None:
+    fleet.join("a")
+    fleet.deploy_ready()
+    former = fleet.publisher.plans["a"]
+    cordoned = services.cordon(actor=OPERATOR, name="a").cordoned
+    fleet.agents["a"].silent = True
+    Node.objects.update(last_report_at=timezone.now() - timedelta(minutes=1))
+    joined = join("a", services.create_join_token(actor=SYSTEM, node="a"))
+    assert (joined.took_over, joined.allowed_by) == (True, "tandem")
+    assert Node.objects.get().cordoned is cordoned
+    assert "a" not in fleet.publisher.plans
+    services.uncordon(actor=OPERATOR, name="a")
+    sent = len(fleet.publisher.sent)
+    fleet.publisher.reports.clear()
+    agent = fleet.agents["a"]
+    agent.running.clear()
+    agent.restart()
+    agent.generation, agent.silent = 0, False
+    fleet.until(lambda: [e.attempt for e in fleet.engines()] == [2, 2] and fleet.status() == "ready", 90)
+    given = {assignment.secret for plan in fleet.publisher.sent[sent:] for assignment in plan.engines}
+    assert len(given) == 2
+    assert not given & {assignment.secret for assignment in former.engines}
+    assert AuditEntry.objects.filter(action="node.take_over", target="a").count() == 1
 
 
 def test_a_name_that_reports_now_is_not_taken_over() -> None:
     join("a")
     Node.objects.update(last_report_at=timezone.now())
-    text = token()
+    text = services.create_join_token(actor=SYSTEM, node="a")
     with pytest.raises(Conflict, match="TANDEM_NODE_NAME"):
         join("a", text)
-    join("b", text)
+    join("b")
+
+
+@pytest.mark.parametrize(("field", "value"), [("node", "Bad*"), ("address", "nowhere"), ("address", "169.254.169.254")])
+def test_what_a_token_is_bound_to_is_checked_when_it_is_made(field: str, value: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        services.create_join_token(actor=SYSTEM, **{field: value})
+    assert caught.value.field == field
 
 
 @pytest.mark.parametrize("hours", [0, -1, 169])

@@ -108,6 +108,22 @@ def test_reports_that_cannot_be_read_are_told_apart(real: RedisPublisher, client
     }
 
 
+def test_a_node_that_joins_anew_cuts_whoever_was_connected_as_it(real: RedisPublisher, client: redis.Redis) -> None:
+    former = hashlib.sha256(b"former").hexdigest()
+    real.ensure_node_user("x", former)
+    old = redis.Redis.from_url(real.node_url("x", "former", "127.0.0.1"), protocol=2)
+    real.send_plan(NodePlan("x", 3))
+    assert old.get(wire.plan_key("x"))
+    real.forget_node("x")
+    real.ensure_node_user("x", hashlib.sha256(b"new").hexdigest())
+    real.send_plan(NodePlan("x", 4))
+    with pytest.raises(redis.exceptions.ConnectionError):
+        old.get(wire.plan_key("x"))
+    new = redis.Redis.from_url(real.node_url("x", "new", "127.0.0.1"), protocol=2)
+    assert new.get(wire.plan_key("x"))
+    real.forget_node("x")
+
+
 def test_router_statuses_are_those_that_live(real: RedisPublisher, client: redis.Redis) -> None:
     client.set(wire.router_key("r1"), wire.encode(RouterStatus("r1", 3, {"e": 2})))
     client.set(wire.router_key("r2"), wire.encode(RouterStatus("r2", 4)), px=1)

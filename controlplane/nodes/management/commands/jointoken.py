@@ -17,10 +17,12 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("--hours", type=int, default=1, help="how long it may be used (default: 1)")
+        parser.add_argument("--node", default="", help="the only name it is good for (default: any new name)")
+        parser.add_argument("--address", default="", help="of the node's engines, if the node asks from another")
 
-    def handle(self, *, hours: int, **options: Any) -> None:
+    def handle(self, *, hours: int, node: str, address: str, **options: Any) -> None:
         try:
-            token = services.create_join_token(actor=SYSTEM, hours=hours)
+            token = services.create_join_token(actor=SYSTEM, hours=hours, node=node, address=address)
         except TandemError as error:
             raise CommandError(error.message) from None
         self.stderr.write(f"Join token, good once within {hours} h:", self.style.NOTICE)
