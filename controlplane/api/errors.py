@@ -1,13 +1,15 @@
 """The one place where an exception becomes an HTTP answer, always of this shape:
 
-    {"error": {"code": "invalid_input", "message": "…", "field": "pools.decode.replicas", "retryable": false}}
+    {"error": {"code": "invalid_input", "message": "…", "field": "pools.decode.replicas", "retryable": false,
+               "errors": [{"field": "pools.decode.replicas", "message": "…"}, …]}}
 
-A conflict over a changed deployment also tells its present `generation`.
+`errors` holds everything that is wrong with an input; message and field are the first of them. A conflict over a changed deployment also tells its present `generation`.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from django.core.exceptions import PermissionDenied, RequestDataTooBig
@@ -35,10 +37,22 @@ _CODES = {
 }
 
 
+Problem = tuple[str | None, str]
+"""Field and message."""
+
+
 def envelope(
-    code: str, message: str, *, field: str | None = None, retryable: bool = False, generation: int | None = None
+    code: str,
+    message: str,
+    *,
+    field: str | None = None,
+    retryable: bool = False,
+    generation: int | None = None,
+    problems: Sequence[Problem] = (),
 ) -> dict[str, Any]:
     error: dict[str, Any] = {"code": code, "message": message, "field": field, "retryable": retryable}
+    if problems:
+        error["errors"] = [{"field": field, "message": message} for field, message in problems]
     if generation is not None:
         error["generation"] = generation
     return {"error": error}
@@ -57,7 +71,15 @@ def handler(error: Exception, context: dict[str, Any]) -> Response:
         if error.status >= 500 and not error.retryable:
             logger.error("a service failed", exc_info=error)
         generation = error.generation if isinstance(error, Conflict) else None
-        body = envelope(error.code, error.message, field=error.field, retryable=error.retryable, generation=generation)
+        told = [(p.field, p.message) for p in error.problems] if isinstance(error, InvalidInput) else []
+        body = envelope(
+            error.code,
+            error.message,
+            field=error.field,
+            retryable=error.retryable,
+            generation=generation,
+            problems=told,
+        )
         return Response(body, status=error.status)
     if isinstance(error, Http404):
         error = exceptions.NotFound()
@@ -80,23 +102,24 @@ def _why_no_database(said: str) -> str:
 
 
 def _of_framework(error: exceptions.APIException) -> Response:
-    field, message = _first(error.detail)
+    problems = list(_problems(error.detail))
+    field, message = problems[0]
     code = _CODES.get(error.status_code, "internal_error")
     headers = {}
     if challenge := getattr(error, "auth_header", None):
         headers["WWW-Authenticate"] = challenge
-    body = envelope(code, f"{field}: {message}" if field else message, field=field)
+    told = problems if error.status_code == 400 else []
+    body = envelope(code, message, field=field, problems=told)
     return Response(body, status=error.status_code, headers=headers)
 
 
-def _first(detail: Any, path: str = "") -> tuple[str | None, str]:
-    """The first complaint of DRF's nested details, with its dotted field."""
+def _problems(detail: Any, path: str = "") -> Iterator[Problem]:
+    """DRF's nested details as problems with dotted fields: the first of each field."""
     if isinstance(detail, dict) and detail:
-        name, inner = next(iter(detail.items()))
-        if name == "non_field_errors":
-            return _first(inner, path)
-        return _first(inner, f"{path}.{name}" if path else str(name))
-    if isinstance(detail, list) and detail:
-        found = next((item for item in detail if item), "")
-        return _first(found, path)
-    return path or None, str(detail)
+        for name, inner in detail.items():
+            at = path if name == "non_field_errors" else f"{path}.{name}" if path else str(name)
+            yield from _problems(inner, at)
+    elif isinstance(detail, list) and detail:
+        yield from _problems(next((item for item in detail if item), ""), path)
+    else:
+        yield path or None, f"{path}: {detail}" if path else str(detail)

@@ -26,6 +26,15 @@ _ERROR: Final = {
                 "message": {"type": "string"},
                 "field": {"type": ["string", "null"]},
                 "retryable": {"type": "boolean"},
+                "errors": {
+                    "type": "array",
+                    "description": "Everything that is wrong with an input (400); message and field are the first of them.",
+                    "items": {
+                        "type": "object",
+                        "properties": {"field": {"type": ["string", "null"]}, "message": {"type": "string"}},
+                        "required": ["field", "message"],
+                    },
+                },
                 "generation": {"type": "integer", "description": "Of the deployment that changed meanwhile (409)."},
             },
             "required": ["code", "message", "field", "retryable"],

@@ -2,7 +2,7 @@
 runs anywhere; `tandem bench` talks to the OpenAI endpoint instead. Keys come from TANDEM_API_KEY (bench: TANDEM_KEY) or a
 file, never from an argument.
 
-Exit codes: 0 done, 1 refused or failed (one sentence on stderr), 2 wrong usage, 130 interrupted.
+Exit codes: 0 done, 1 refused or failed (a sentence for each thing that is wrong on stderr), 2 wrong usage, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return commands.COMMANDS[arguments.command](client, arguments)
     except TandemError as error:
         named = error.field and error.field not in error.message
-        return _complain(f"{error.field}: {error.message}" if named else error.message, FAILED)
+        first, *more = error.sentences
+        return _complain(f"{error.field}: {first}" if named else first, FAILED, *more)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe, `| head`, has gone: no trace at interpreter exit either
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
 
 
-def _complain(sentence: str, code: int) -> int:
-    print(f"tandem: {sentence}", file=sys.stderr)
+def _complain(sentence: str, code: int, *more: str) -> int:
+    for said in (sentence, *more):
+        print(f"tandem: {said}", file=sys.stderr)
     return code

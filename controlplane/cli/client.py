@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Self
 from urllib.parse import quote
 
@@ -17,10 +18,23 @@ LONGEST_WAIT = 30.0
 class Refused(TandemError):
     """The control plane said no, or something in between did. `status` is the HTTP status."""
 
-    def __init__(self, message: str, *, status: int, field: str | None = None, retryable: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int,
+        field: str | None = None,
+        retryable: bool = False,
+        sentences: Sequence[str] = (),
+    ) -> None:
         super().__init__(message, field=field)
         self.status = status
         self.retryable = retryable
+        self._sentences = tuple(sentences) or (message,)
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        return self._sentences
 
 
 class Unreachable(TandemError):
@@ -64,7 +78,14 @@ def _refusal(response: httpx.Response) -> Refused:
     status = response.status_code
     try:
         error = response.json()["error"]
-        return Refused(error["message"], status=status, field=error["field"], retryable=error["retryable"])
+        sentences = [str(problem["message"]) for problem in error.get("errors", ())]
+        return Refused(
+            error["message"],
+            status=status,
+            field=error["field"],
+            retryable=error["retryable"],
+            sentences=sentences,
+        )
     except (ValueError, LookupError, TypeError):
         return Refused(
             f"{response.url.host} answered {status} without Tandem's error form: is TANDEM_URL the control plane's?",

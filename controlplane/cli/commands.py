@@ -31,7 +31,8 @@ def apply(client: Client, arguments: argparse.Namespace) -> int:
                 answer = client.call("PUT", "deployments", name, body=document)
         except (Refused, NotAgreed) as error:
             refused += 1
-            print(f"tandem: {name}: {error.message}", file=sys.stderr)
+            for sentence in error.sentences:
+                print(f"tandem: {name}: {sentence}", file=sys.stderr)
         else:
             print("\n".join(_applied(name, answer)))
     return 1 if refused else 0

@@ -12,7 +12,7 @@ from django.views.decorators.http import require_http_methods
 from controlplane.access.actors import actor_of
 from controlplane.access.roles import Role as AccessRole
 from controlplane.dashboards import form
-from controlplane.dashboards.page import is_htmx, page, signed_in
+from controlplane.dashboards.page import errors_of, is_htmx, page, problems_of, signed_in
 from controlplane.deployments import queries, services
 from controlplane.fleet.errors import Conflict, InvalidInput, TandemError
 from controlplane.fleet.spec import document as document_of
@@ -69,7 +69,9 @@ def _form(
         "writing": writing,
         "yaml": yaml,
         "error": error,
-        "errors": {error.field or "": _without_field(error)} if error else {},
+        "errors": errors_of(error),
+        "problems": problems_of(error),
+        "elsewhere": [p for p in problems_of(error) if writing == "yaml" or p.field not in form.FIELDS],
         "lanes": [(role, role.value.capitalize()) for role in form.SHAPES["disaggregated"]],
         "aggregated": form.SHAPES["aggregated"][0],
         "node_rows": node_rows,
@@ -78,10 +80,3 @@ def _form(
     }
     template = "deployments/new_body.html" if is_htmx(request) else "deployments/new.html"
     return page(request, template, context, status=error.status if error else 200)
-
-
-def _without_field(error: TandemError) -> str:
-    """The sentence without its leading field name: it stands at the field already."""
-    prefix = f"{error.field}: "
-    said = error.message.removeprefix(prefix) if error.field else error.message
-    return said[:1].upper() + said[1:]

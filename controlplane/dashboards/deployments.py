@@ -12,12 +12,12 @@ from django.views.decorators.http import require_GET
 
 from controlplane.dashboards import form, lanes, looks
 from controlplane.dashboards.connect import connect
-from controlplane.dashboards.page import page, signed_in
+from controlplane.dashboards.page import errors_of, page, problems_of, signed_in
 from controlplane.deployments import effects, queries
 from controlplane.deployments.models import Revision
 from controlplane.deployments.queries import DeploymentRow
 from controlplane.deployments.services import Applied
-from controlplane.fleet.errors import InvalidInput
+from controlplane.fleet.errors import InvalidInput, TandemError
 from controlplane.nodes import queries as nodes
 
 
@@ -122,11 +122,13 @@ def settings_page(
     """`text`: the document as it stands in its field. `refused`: the routing policy as it was sent, and what is wrong in it.
     `confirm_error`: what is wrong with the name that was typed to delete it."""
     values = {key.removeprefix("routing."): value for key, value in form.values_of(row.deployment.intent).items()}
-    errors = {}
+    errors: dict[str, str] = {}
+    problems: Sequence[TandemError] = ()
     if refused is not None:
         sent, error = refused
         values |= {key: sent[key] for key in sent}
-        errors = {(error.field or "").removeprefix("routing."): error.message.removeprefix("routing.")}
+        problems = problems_of(error)
+        errors = {field.removeprefix("routing."): said for field, said in errors_of(error).items()}
     live, status = "deployments/head_live.html", 400 if errors or confirm_error else 200
     context: dict[str, Any] = {
         "yaml": text,
@@ -135,6 +137,7 @@ def settings_page(
         "errors": errors,
         "confirm_error": confirm_error,
     }
+    context |= {"problems": problems, "elsewhere": [p for p in problems if not p.field]}
     context["stops"] = effects.of_deletion(row.deployment, row.spec)
     return tab_page(request, row, "settings", live, status=status, **context)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from itertools import count
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ import msgspec
 import yaml
 
 from controlplane.fleet import spec
-from controlplane.fleet.errors import InvalidInput
+from controlplane.fleet.errors import InvalidInput, Problems
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import RoutingPolicy
 
@@ -35,6 +36,12 @@ _ROUTING_NUMBERS: Final[Mapping[str, type[int] | type[float]]] = {
     "gap_seconds": float,
 }
 _ROUTING = (*_ROUTING_WORDS, *_ROUTING_NUMBERS)
+
+FIELDS: Final = frozenset(
+    {*_TEXT, *_NUMBERS, *(f"routing.{key}" for key in _ROUTING)}
+    | {f"pools.{role}.{key}" for role in Role for key in (*_POOL_NUMBERS, "memory_fraction", "extra_args")}
+)
+"""Everything that has a field of its own."""
 
 DEFAULTS: Final[Mapping[str, str]] = {
     "shape": "disaggregated",
@@ -62,19 +69,26 @@ def _number(field: str, text: str, kind: type[int] | type[float]) -> int | float
 def document_of(values: Mapping[str, str]) -> dict[str, Any]:
     """The document that a filled-in form means; empty and default fields are left out.
 
-    Raises `InvalidInput` naming a field whose text is no number, or arguments whose quotes do not close.
+    Raises `InvalidInput` where a text is no number or a quote is not closed: with these problems and all others that
+    `fleet.spec` finds in the document.
     """
+    found = Problems()
     given = {key: text.strip() for key, text in values.items() if text.strip()}
     document: dict[str, Any] = {k: given[k] for k in _TEXT if k in given and given[k] != DEFAULTS.get(k)}
     for key in _NUMBERS:
         if key in given:
-            document[key] = _number(key, given[key], int)
-    routing = routing_of({k: given.get(f"routing.{k}", "") for k in _ROUTING}, "routing.")
+            with found.part():
+                document[key] = _number(key, given[key], int)
+    routing = _routing({k: given.get(f"routing.{k}", "") for k in _ROUTING}, "routing.", found)
     usual = msgspec.structs.asdict(RoutingPolicy())
     if routing := {k: value for k, value in routing.items() if value not in (None, usual[k])}:
         document["routing"] = routing
     roles = SHAPES.get(given.get("shape", "disaggregated"), SHAPES["disaggregated"])
-    document["pools"] = {role.value: _pool(f"pools.{role}", given) for role in roles}
+    document["pools"] = {role.value: _pool(f"pools.{role}", given, found) for role in roles}
+    if found:
+        with found.part():
+            spec.parse(document)
+    found.raise_any()
     return document
 
 
@@ -82,30 +96,45 @@ def routing_of(values: Mapping[str, str], at: str = "") -> dict[str, Any]:
     """The fields of the routing policy among the values; an empty number is None: the default. `at`: what stands before
     their names on the page.
 
-    Raises `InvalidInput` naming a field whose text is no number.
+    Raises `InvalidInput` with each field whose text is no number, or one out of bounds.
     """
+    found = Problems()
+    policy = _routing(values, at, found)
+    with found.part(), suppress(msgspec.ValidationError):  # a word that is no choice: `fleet.spec` tells it on saving
+        given = {key: value for key, value in policy.items() if value is not None}
+        spec.check_routing(msgspec.convert(given, RoutingPolicy), f"{at}{{}}".format)
+    found.raise_any()
+    return policy
+
+
+def _routing(values: Mapping[str, str], at: str, found: Problems) -> dict[str, Any]:
     policy: dict[str, Any] = {k: values[k] for k in _ROUTING_WORDS if values.get(k)}
     for key, kind in _ROUTING_NUMBERS.items():
         if key in values:
             text = values[key].strip()
-            policy[key] = _number(at + key, text, kind) if text else None
+            with found.part():
+                policy[key] = _number(at + key, text, kind) if text else None
     return policy
 
 
-def _pool(at: str, given: Mapping[str, str]) -> dict[str, Any]:
+def _pool(at: str, given: Mapping[str, str], found: Problems) -> dict[str, Any]:
     pool: dict[str, Any] = {"replicas": 1}
-    for key in _POOL_NUMBERS:
+    for key in (*_POOL_NUMBERS, "memory_fraction"):
         text = given.get(f"{at}.{key}")
         if text and (key == "replicas" or text != DEFAULTS.get(f"{at}.{key}")):
-            pool[key] = _number(f"{at}.{key}", text, int)
-    if text := given.get(f"{at}.memory_fraction"):
-        pool["memory_fraction"] = _number(f"{at}.memory_fraction", text, float)
+            with found.part():
+                pool[key] = _number(f"{at}.{key}", text, float if key == "memory_fraction" else int)
     if text := given.get(f"{at}.extra_args"):
-        try:
-            pool["extra_args"] = shlex.split(text)
-        except ValueError as error:
-            raise InvalidInput(f"{at}.extra_args: {error}", field=f"{at}.extra_args") from None
+        with found.part():
+            pool["extra_args"] = _arguments(f"{at}.extra_args", text)
     return pool
+
+
+def _arguments(field: str, text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise InvalidInput(f"{field}: {error}", field=field) from None
 
 
 def values_of(document: Mapping[str, Any]) -> dict[str, str]:

@@ -5,7 +5,7 @@ A page lives at one URL. `?part=live` answers only its live region, which the br
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, cast
@@ -20,7 +20,7 @@ from django.utils import timezone
 from controlplane.access.actors import actor_of
 from controlplane.access.roles import Actor, Role
 from controlplane.deployments.queries import last_step
-from controlplane.fleet.errors import NotFound, TandemError
+from controlplane.fleet.errors import InvalidInput, NotFound, TandemError
 from controlplane.nodes import queries as nodes
 from controlplane.nodes.presence import Presence
 
@@ -75,6 +75,16 @@ def signed_in(view: View[P]) -> View[P]:
             return failure(request, error)
 
     return cast(View[P], guarded)  # `wraps` keeps the signature, its type does not
+
+
+def problems_of(error: TandemError | None) -> Sequence[TandemError]:
+    """All that is wrong, one error each."""
+    return error.problems if isinstance(error, InvalidInput) else [error] if error else []
+
+
+def errors_of(error: TandemError | None) -> dict[str, str]:
+    """What stands at which field; what belongs to none at the empty one."""
+    return {problem.field or "": problem.sentence for problem in problems_of(error)}
 
 
 def failure(request: HttpRequest, error: TandemError) -> HttpResponse:

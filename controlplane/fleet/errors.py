@@ -17,6 +17,9 @@ to blame, `field`. They become HTTP once, at the edge.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 
 class TandemError(Exception):
     """Root of the tree. `str(error)` is one sentence that says what is wrong and what to do."""
@@ -30,14 +33,70 @@ class TandemError(Exception):
         self.message = message
         self.field = field
 
+    @property
+    def sentence(self) -> str:
+        """The message without its leading field name: what stands at the field itself."""
+        said = self.message.removeprefix(f"{self.field}: ")
+        return said[:1].upper() + said[1:]
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """All that is wrong: of most errors the one message."""
+        return (self.message,)
+
 
 class InvalidInput(TandemError):
+    """`problems`: all that is wrong, each an error of its own; the first of them is this one's own message and field."""
+
     code = "invalid_input"
     status = 400
+
+    def __init__(self, message: str, *, field: str | None = None, problems: Sequence[InvalidInput] = ()) -> None:
+        super().__init__(message, field=field)
+        self.problems = tuple(problems) or (self,)
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        return tuple(problem.message for problem in self.problems)
 
 
 class ManagedArgument(InvalidInput):
     code = "managed_argument"
+
+
+class Problems:
+    """Collects what is wrong with one input, so that all of it is told at once, one problem a field."""
+
+    def __init__(self) -> None:
+        self._found: dict[str | None, InvalidInput] = {}
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def add(self, said: str, field: str) -> None:
+        """`field`: dotted; empty: the whole input."""
+        self._note(InvalidInput(f"{field or 'document'}: {said}", field=field or None))
+
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """A check of its own: what it raises is noted, and the next check follows."""
+        try:
+            yield
+        except InvalidInput as error:
+            for problem in error.problems:
+                self._note(problem)
+
+    def _note(self, problem: InvalidInput) -> None:
+        self._found.setdefault(problem.field, problem)
+
+    def fields(self) -> set[str]:
+        return {field or "" for field in self._found}
+
+    def raise_any(self) -> None:
+        """Raises the first problem with all of them, or nothing."""
+        if self._found:
+            first, *_ = found = list(self._found.values())
+            raise type(first)(first.message, field=first.field, problems=found)
 
 
 class Forbidden(TandemError):

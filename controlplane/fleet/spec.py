@@ -26,14 +26,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from enum import StrEnum
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from controlplane.fleet.errors import InvalidInput, ManagedArgument
+from controlplane.fleet.errors import InvalidInput, ManagedArgument, Problems
 from controlplane.fleet.model import EngineSpec, Role, Runtime
+from controlplane.fleet.reading import read
 from controlplane.fleet.wire import RoutingPolicy
 
 MAX_REPLICAS = 200
@@ -142,46 +142,39 @@ class DeploymentSpec(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 def parse(document: Mapping[str, Any]) -> DeploymentSpec:
     """A plain mapping (from YAML, JSON or a database row) as a checked spec.
 
-    Raises `InvalidInput` naming the field (dotted: `pools.decode.replicas`) and the remedy.
+    Raises `InvalidInput` with every problem: each names its field (dotted: `pools.decode.replicas`) and the remedy.
     """
+    found = Problems()
+    given = read(document, DeploymentSpec, "", found, _NEEDED)
+    given["pools"] = (
+        _pools(document.get("pools"), found) if isinstance(document, Mapping) and "pools" in document else {}
+    )
+    wrong = found.fields()
     try:
-        spec = msgspec.convert(document, DeploymentSpec)
-    except msgspec.ValidationError as error:
-        text = str(error)
-        message, at, path = text.rpartition(" - at `")  # the last one: the client's own words may hold another
-        if not at:
-            message, path = text, ""
-        if path.startswith("key` in `"):
-            raise InvalidInput("pools: name them prefill and decode, or aggregated", field="pools") from None
-        field = path.rstrip("`").removeprefix("$").removeprefix(".") or None
-        if field and "[...]" in field:
-            field = field.replace("[...]", f".{_bad_pool(document)}")
-        unknown = re.search(r"unknown field `([^`]+)`", message)
-        if unknown:
-            known = ", ".join(
-                (RoutingPolicy if field == "routing" else PoolSpec if field else DeploymentSpec).__struct_fields__
-            )
-            message = f"there is no such field; there are: {known}"
-            field = f"{field}.{unknown[1]}" if field else unknown[1]
-        wrong = re.match(r"Invalid enum value (.{1,60})", message)
-        if wrong and field:
-            choices: type[StrEnum] = type(getattr(RoutingPolicy(), field.rpartition(".")[2]))
-            message = f"{wrong[1]} is none of {', '.join(choices)}"
-        missing = re.search(r"missing required field `([^`]+)`", message)
-        if missing:
-            field, message = f"{field}.{missing[1]}" if field else missing[1], _NEEDED.get(missing[1], "is needed")
-        raise InvalidInput(f"{field or 'document'}: {message}", field=field) from None
-    return checked(spec)
+        spec = checked(DeploymentSpec(**{**_UNCHECKED, **given}))
+    except InvalidInput as error:
+        for problem in error.problems:  # of a field that could not be read, what stands in for it is checked: not told
+            if not any(f"{problem.field}.".startswith(f"{field}.") for field in wrong if field):
+                with found.part():
+                    raise problem from None
+    found.raise_any()
+    return spec
 
 
-def _bad_pool(document: Mapping[str, Any]) -> str:
-    """Which pool msgspec complained about: of a mapping's values it does not tell."""
-    for role, pool in document["pools"].items():
-        try:
-            msgspec.convert(pool, PoolSpec)
-        except msgspec.ValidationError:
-            return str(role)
-    raise AssertionError("msgspec refused a pool and then took it")
+_UNCHECKED: Mapping[str, Any] = {"name": "unreadable", "model": "/unreadable"}
+
+
+def _pools(value: Any, found: Problems) -> dict[Role, PoolSpec]:
+    if not isinstance(value, Mapping):
+        found.add("write a mapping of pools, for example `decode: {replicas: 1}`", "pools")
+        return {}
+    pools = {}
+    for name, pool in value.items():
+        if name not in tuple(Role):
+            found.add("name them prefill and decode, or aggregated", "pools")
+            continue
+        pools[Role(name)] = PoolSpec(**read(pool, PoolSpec, f"pools.{name}", found, _NEEDED))
+    return pools
 
 
 def document(spec: DeploymentSpec) -> dict[str, Any]:
@@ -193,43 +186,62 @@ def document(spec: DeploymentSpec) -> dict[str, Any]:
 
 
 def checked(spec: DeploymentSpec) -> DeploymentSpec:
-    """The spec with its served name filled in. Raises `InvalidInput` or `ManagedArgument` naming the first bad field."""
+    """The spec with its served name filled in. Raises `InvalidInput` or `ManagedArgument` with every bad field."""
+    found = Problems()
     if not _SLUG.fullmatch(spec.name):
-        raise InvalidInput(
-            "name: use 1 to 40 lower-case letters, digits and hyphens, beginning and ending with a letter or digit",
-            field="name",
+        found.add(
+            "use 1 to 40 lower-case letters, digits and hyphens, beginning and ending with a letter or digit", "name"
         )
-    spec = msgspec.structs.replace(spec, served_name=spec.served_name or spec.name)
-    if not _SERVED.fullmatch(spec.served_name):
-        raise InvalidInput(
-            "served_name: use 1 to 200 letters, digits and . _ : / -, beginning with a letter or digit",
-            field="served_name",
-        )
-    _check_model(spec.model)
+    elif not _SERVED.fullmatch(spec.served_name or spec.name):
+        found.add("use 1 to 200 letters, digits and . _ : / -, beginning with a letter or digit", "served_name")
+    with found.part():
+        _check_model(spec.model)
     if spec.runtime not in ("auto", *Runtime):
-        raise InvalidInput(f"runtime: {spec.runtime!r} is none of auto, {', '.join(Runtime)}", field="runtime")
+        found.add(f"{spec.runtime!r} is none of auto, {', '.join(Runtime)}", "runtime")
     if spec.dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise InvalidInput("dtype: choose auto, float32, bfloat16 or float16", field="dtype")
-    _check_between("max_model_len", spec.max_model_len, 16, 10_000_000)
-    _check_between("block_size", spec.block_size, 1, 1024)
-    check_routing(spec.routing)
-    roles = set(spec.pools)
-    if roles not in ({Role.PREFILL, Role.DECODE}, {Role.AGGREGATED}):
-        raise InvalidInput("pools: give prefill and decode, or aggregated alone", field="pools")
+        found.add("choose auto, float32, bfloat16 or float16", "dtype")
+    for field, value, low, high in (
+        ("max_model_len", spec.max_model_len, 16, 10_000_000),
+        ("block_size", spec.block_size, 1, 1024),
+    ):
+        with found.part():
+            _check_between(field, value, low, high)
+    with found.part():
+        check_routing(spec.routing)
+    if set(spec.pools) not in ({Role.PREFILL, Role.DECODE}, {Role.AGGREGATED}):
+        found.add("give prefill and decode, or aggregated alone", "pools")
     for role, pool in spec.pools.items():
-        _check_pool(f"pools.{role}", pool)
-    return spec
+        with found.part():
+            _check_pool(f"pools.{role}", pool)
+    found.raise_any()
+    return msgspec.structs.replace(spec, served_name=spec.served_name or spec.name)
+
+
+_ROUTING_BOUNDS: Mapping[str, tuple[float, float]] = {
+    "local_below_tokens": (0, 10_000_000),
+    "temperature": (0, 100),
+    "max_in_flight": (1, 100_000),
+    "queue_limit": (0, 1_000_000),
+    "queue_seconds": (0, 3_600),
+    "silence_seconds": (1, 86_400),
+    "gap_seconds": (1, 86_400),
+}
+_POOL_BOUNDS: Mapping[str, tuple[float, float]] = {
+    "replicas": (0, MAX_REPLICAS),
+    "tensor_parallel": (1, 64),
+    "memory_fraction": (0.05, 0.98),
+    "kv_cache_bytes": (1 << 20, 1 << 44),
+    "max_num_batched_tokens": (16, 1 << 20),
+}
 
 
 def check_routing(policy: RoutingPolicy, named: Callable[[str], str] = "routing.{}".format) -> None:
-    """Raises `InvalidInput` naming the first number out of bounds. `named`: how the reader calls a field."""
-    _check_between(named("local_below_tokens"), policy.local_below_tokens, 0, 10_000_000)
-    _check_between(named("temperature"), policy.temperature, 0, 100)
-    _check_between(named("max_in_flight"), policy.max_in_flight, 1, 100_000)
-    _check_between(named("queue_limit"), policy.queue_limit, 0, 1_000_000)
-    _check_between(named("queue_seconds"), policy.queue_seconds, 0, 3_600)
-    _check_between(named("silence_seconds"), policy.silence_seconds, 1, 86_400)
-    _check_between(named("gap_seconds"), policy.gap_seconds, 1, 86_400)
+    """Raises `InvalidInput` with every number out of bounds. `named`: how the reader calls a field."""
+    found = Problems()
+    for field, (low, high) in _ROUTING_BOUNDS.items():
+        with found.part():
+            _check_between(named(field), getattr(policy, field), low, high)
+    found.raise_any()
 
 
 def _check_model(model: str) -> None:
@@ -251,12 +263,13 @@ def _check_between(field: str, value: float | None, low: float, high: float) -> 
 
 
 def _check_pool(at: str, pool: PoolSpec) -> None:
-    _check_between(f"{at}.replicas", pool.replicas, 0, MAX_REPLICAS)
-    _check_between(f"{at}.tensor_parallel", pool.tensor_parallel, 1, 64)
-    _check_between(f"{at}.memory_fraction", pool.memory_fraction, 0.05, 0.98)
-    _check_between(f"{at}.kv_cache_bytes", pool.kv_cache_bytes, 1 << 20, 1 << 44)
-    _check_between(f"{at}.max_num_batched_tokens", pool.max_num_batched_tokens, 16, 1 << 20)
-    _check_extra_args(f"{at}.extra_args", pool.extra_args)
+    found = Problems()
+    for field, (low, high) in _POOL_BOUNDS.items():
+        with found.part():
+            _check_between(f"{at}.{field}", getattr(pool, field), low, high)
+    with found.part():
+        _check_extra_args(f"{at}.extra_args", pool.extra_args)
+    found.raise_any()
 
 
 def _check_extra_args(at: str, arguments: tuple[str, ...]) -> None:

@@ -122,13 +122,13 @@ def test_a_press_from_a_number_that_is_gone_changes_nothing(page: Page, web: Web
 def test_a_double_click_makes_one_key_and_the_form_is_emptied(page: Page, web: Web) -> None:
     sign_in(page, "admin")
     page.goto("/keys/")
-    page.get_by_label("Name").fill("twice")
+    page.locator("#key-name").fill("twice")
     page.get_by_role("button", name="Make key").dblclick()
     expect(page.locator("#key-text")).to_have_text(re.compile(r"^tdm-"))
-    expect(page.get_by_label("Name")).to_have_value("")
+    expect(page.locator("#key-name")).to_have_value("")
     expect(page.locator("#keys-table .name", has_text="twice")).to_have_count(1)
     first = page.locator("#key-text").inner_text()
-    page.get_by_label("Name").fill("twice")  # meant: another of the same name
+    page.locator("#key-name").fill("twice")  # meant: another of the same name
     page.get_by_role("button", name="Make key").click()
     expect(page.locator("#keys-table .name", has_text="twice")).to_have_count(2)
     expect(page.locator("#key-text")).not_to_have_text(first)
@@ -144,3 +144,23 @@ def test_a_form_that_is_sent_twice_without_scripts_shows_the_first_key_again(pag
     answers = [page.request.post("/keys/create/", form=form).text() for _ in range(2)]
     texts = [re.findall(r'id="key-text">(tdm-[^<]+)<', answer) for answer in answers]
     assert texts[0] == texts[1] != []
+
+
+def test_all_errors_stand_at_their_fields_and_the_first_has_the_focus(page: Page, web: Web) -> None:
+    sign_in(page, "operator")
+    page.goto("/new/")
+    page.get_by_label("Name", exact=True).fill("fine")
+    page.get_by_label("Model", exact=True).fill("nowhere")
+    page.get_by_label("Longest prompt + answer").fill("many")
+    page.get_by_role("button", name="Create deployment").click()
+    expect(page.locator("#h-model")).to_contain_text("Write package:NAME")
+    expect(page.locator("#h-max_model_len")).to_contain_text("Write a whole number")
+    expect(page.get_by_label("Model", exact=True)).to_be_focused()
+    expect(page.locator("#problems")).to_contain_text("2 problems.")
+    expect(page.get_by_label("Name", exact=True)).to_have_value("fine")
+    page.goto(DEPLOYMENT + "settings/")
+    page.get_by_label("Waiting requests").fill("-1")
+    page.get_by_label("Longest wait, seconds").fill("long")
+    page.get_by_role("button", name="Save routing").click()
+    expect(page.get_by_label("Waiting requests")).to_be_focused()
+    expect(page.locator(".field .error")).to_have_count(2)

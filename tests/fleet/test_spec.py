@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from typing import Any
 
@@ -122,6 +123,33 @@ def test_where_there_is_a_choice_the_refusal_tells_it(changes: dict[str, Any], s
     assert said in str(caught.value)
 
 
+def test_everything_that_is_wrong_is_told_at_once_and_in_peoples_words() -> None:
+    wrong = {
+        "model": "smollm2",
+        "colour": "red",
+        "served_name": 3,
+        "max_model_len": "many",
+        "routing": {"mode": "magic", "temperature": "hot", "queue_limit": -1, "max_in_flight": "12"},
+        "pools": {
+            "prefill": {"replicas": "two", "tensor_parallel": 0, "extra_args": ["--seed", 7]},
+            "decode": {"replicas": 2.5, "memory_fraction": "most", "extra_args": ["--port", "1"]},
+        },
+    }
+    with pytest.raises(InvalidInput) as caught:
+        spec.parse(wrong)
+    told = {problem.field: problem.sentence for problem in caught.value.problems}
+    assert set(told) == {
+        "name", "model", "colour", "served_name", "max_model_len", "routing.mode", "routing.temperature",
+        "routing.queue_limit", "routing.max_in_flight", "pools.prefill.replicas", "pools.prefill.tensor_parallel",
+        "pools.prefill.extra_args", "pools.decode.replicas", "pools.decode.memory_fraction", "pools.decode.extra_args",
+    }  # fmt: skip
+    assert told["pools.prefill.replicas"] == "Enter a whole number, or leave it out"
+    assert told["routing.temperature"] == "Enter a number, or leave it out"
+    assert told["served_name"] == "Enter text, or leave it out"
+    assert not re.search(r"\b(int|str|float|tuple|dict|Struct|null|None)\b|\$", str(told))
+    assert len(caught.value.problems) == len(told)
+
+
 @pytest.mark.parametrize("missing", ["name", "model", "pools"])
 def test_a_missing_field_is_named(missing: str) -> None:
     document = doc()
@@ -200,6 +228,32 @@ def test_scaling_a_pool_that_is_not_there_names_those_that_are() -> None:
     with pytest.raises(InvalidInput, match="it has: decode, prefill") as caught:
         spec.parse(doc()).with_replicas(Role.AGGREGATED, 1)
     assert caught.value.field == "role"
+
+
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.text(max_size=4) | st.sampled_from(["replicas"]), inner, max_size=2)
+    ),
+    max_leaves=6,
+)
+
+
+@given(
+    st.dictionaries(st.sampled_from([*spec.DeploymentSpec.__struct_fields__, "x"]), junk),
+    st.dictionaries(st.sampled_from([*spec.PoolSpec.__struct_fields__, "x"]), junk),
+)
+def test_any_junk_is_told_field_by_field(document: dict[str, Any], pool: dict[str, Any]) -> None:
+    try:
+        spec.parse({"pools": {"prefill": pool, "decode": pool}, **document})
+    except InvalidInput as error:
+        problems = error.problems
+    else:
+        return
+    fields = [problem.field for problem in problems]
+    assert len(fields) == len(set(fields)) > 0
+    assert all(problem.message.startswith(f"{problem.field}: ") for problem in problems)
 
 
 pool_documents = st.fixed_dictionaries(

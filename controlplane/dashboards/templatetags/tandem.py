@@ -224,7 +224,7 @@ def field(
     """A text field of the deployment form with its value, help and error. `options`: suggestions, by spaces."""
     return _field(
         context, name, label, help,
-        placeholder=placeholder, mono=mono, autofocus=autofocus, numeric=kind == "number", options=options.split(),
+        placeholder=placeholder, mono=mono, autofocus=autofocus and not context["errors"], numeric=kind == "number", options=options.split(),
     )  # fmt: skip
 
 

@@ -201,3 +201,13 @@ def test_a_defect_is_logged_and_its_text_kept_inside(
     assert refusal(answer, 500)["code"] == "internal_error"
     assert b"secret inside" not in answer.content
     assert "secret inside" in caplog.text
+
+
+def test_an_answer_tells_everything_that_is_wrong(admin: Client) -> None:
+    wrong = {"name": "A B", "model": "x", "max_model_len": "many", "pools": {"aggregated": {"replicas": -1}}}
+    error = refusal(call(admin, "POST", "deployments", wrong), 400)
+    told = {problem["field"]: problem["message"] for problem in error["errors"]}
+    assert set(told) == {"name", "model", "max_model_len", "pools.aggregated.replicas"}
+    assert told[error["field"]] == error["message"]
+    error = refusal(call(admin, "POST", "keys", {"scope": "nothing", "priority": 99}), 400)
+    assert {problem["field"] for problem in error["errors"]} == {"name", "scope", "priority"}

@@ -109,6 +109,17 @@ def test_get_shows_tables_and_json(apply: Any, tandem: Tandem, web: Any) -> None
     assert "\x1b" not in single, "no colours in a pipe"
 
 
+def test_everything_that_is_wrong_in_a_file_is_told(tandem: Tandem, tmp_path: Path) -> None:
+    file = tmp_path / "wrong.yaml"
+    file.write_text("name: wrong\nmodel: x\nmax_model_len: many\npools: {aggregated: {replicas: two}}\n")
+    told = tandem("apply", "-f", str(file))
+    assert told.code == 1
+    lines = told.err.splitlines()
+    assert [line.split(": ")[:3] for line in lines] == [
+        ["tandem", "wrong", field] for field in ("max_model_len", "pools.aggregated.replicas", "model")
+    ]
+
+
 def test_scale_one_pool_or_both(apply: Any, tandem: Tandem) -> None:
     apply(document("wide"))
     asked = tandem("scale", "wide", "--prefill", "2", "--decode", "0")

@@ -87,6 +87,22 @@ def test_a_slip_names_its_field(field: str, text: str, said: str) -> None:
     assert slip.value.field == field
 
 
+def test_slips_of_the_form_and_what_the_document_gets_wrong_are_told_together() -> None:
+    values = {
+        **form.DEFAULTS, "name": "Not A Slug", "model": "smollm2", "max_model_len": "many", "routing.temperature": "hot",
+        "routing.queue_limit": "-1", "pools.prefill.replicas": "two", "pools.decode.replicas": "9999",
+        "pools.decode.extra_args": "'open",
+    }  # fmt: skip
+    with pytest.raises(InvalidInput) as slip:
+        form.document_of(values)
+    assert {problem.field for problem in slip.value.problems} == set(values) - {
+        *(field for field in form.DEFAULTS if values[field] == form.DEFAULTS[field])
+    }
+    with pytest.raises(InvalidInput) as slip:
+        form.routing_of({"mode": "kv", "temperature": "hot", "queue_limit": "-1"})
+    assert [problem.field for problem in slip.value.problems] == ["temperature", "queue_limit"]
+
+
 def test_a_managed_argument_is_told_at_its_field() -> None:
     document = form.document_of({**form.values_of(FULL), "pools.decode.extra_args": "--port 1"})
     with pytest.raises(ManagedArgument) as slip:
