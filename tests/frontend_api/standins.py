@@ -54,6 +54,18 @@ def _await_ok(url: str) -> None:
 
 
 @contextmanager
+def engines(wanted: dict[str, tuple[str, int]], folder: Path) -> Iterator[dict[str, str]]:
+    """Engines of their own, by name: role and port. Gives their URLs."""
+    with ExitStack() as stack:
+        for name, (role, port) in wanted.items():
+            stack.enter_context(_process(_engine(role, port), folder / name))
+        found = {name: f"http://127.0.0.1:{port}" for name, (_, port) in wanted.items()}
+        for url in found.values():
+            _await_ok(url)
+        yield found
+
+
+@contextmanager
 def running(folder: Path) -> Iterator[dict[str, str]]:
     """A router in front of a pair, another in front of one aggregated engine, and the engines: their URLs."""
     ports = {name: free_port() for name in (*ROLES, *ROUTERS)}
