@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, cast
+from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, cast
 from urllib.parse import quote
 
 from django.contrib.auth import get_user_model
@@ -50,6 +50,21 @@ NAVIGATION = (
     Item("nodes", "Nodes", "nodes"),
     Item("keys", "Keys", "keys"),
 )
+
+
+HELP: Final = {
+    "deployments-new": ("guide", "use-it"),
+    "deployment-settings": ("guide", "routing"),
+    "deployment-logs": ("architecture", "engine-states"),
+    "deployment-events": ("architecture", "engine-states"),
+    "deployment": ("architecture", "how-a-deployment-flows-and-back"),
+    "deployments": ("guide", "use-it"),
+    "nodes": ("guide", "gpu-nodes"),
+    "node": ("guide", "gpu-nodes"),
+    "keys": ("guide", "keys"),
+    "key": ("guide", "keys"),
+}
+"""What is read about a page: by its route, the help page and the section."""
 
 
 def is_htmx(request: HttpRequest) -> bool:
@@ -118,9 +133,18 @@ def page(
     if live and (only_live or request.GET.get("part") == "live"):
         return render(request, live, full)
     match = request.resolver_match
-    section = (match.url_name or "").split("-")[0] if match else ""
+    route = (match.url_name or "") if match else ""
+    section = route.split("-")[0]
+    topic, anchor = HELP.get(route) or HELP.get(section) or ("guide", "")
     section = {"deployment": "deployments", "node": "nodes", "key": "keys", "events": "fleet"}.get(section, section)
-    full |= {"navigation": NAVIGATION, "section": section, "live_template": live, "foot": foot(), "now": timezone.now()}
+    full |= {
+        "navigation": NAVIGATION,
+        "section": section,
+        "live_template": live,
+        "foot": foot(),
+        "help": f"{reverse('help', args=[topic])}#{anchor}".rstrip("#"),
+        "now": timezone.now(),
+    }
     return render(request, template, full, status=status)
 
 

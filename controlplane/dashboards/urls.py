@@ -5,7 +5,7 @@ from __future__ import annotations
 from django.contrib.auth.views import LogoutView
 from django.urls import path
 
-from controlplane.dashboards import changing, creating, deployments, events, fleet, keys, listing, logs, nodes
+from controlplane.dashboards import changing, creating, deployments, events, fleet, help, keys, listing, logs, nodes
 from controlplane.dashboards.login import Login
 from controlplane.dashboards.page import foot_part
 
@@ -14,6 +14,7 @@ urlpatterns = [
     path("logout/", LogoutView.as_view(), name="logout"),
     path("", fleet.fleet, name="fleet"),
     path("events/", events.events, name="events"),
+    path("help/<slug:topic>/", help.help, name="help"),
     path("foot/", foot_part, name="foot"),
     path("deployments/", listing.deployments, name="deployments"),
     path("new/", creating.new, name="deployments-new"),

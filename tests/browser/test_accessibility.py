@@ -29,7 +29,12 @@ def paths(web: Web) -> list[str]:
         "seed.fleet()\nfrom controlplane.access import services\nfrom controlplane.access.roles import SYSTEM\n"
         "print(services.create_key(actor=SYSTEM, name='app', scope='inference')[0].id)"
     )
-    values = {"deployment": ("support-chat", "long-context"), "node": ("gpu-b",), "key": (key,)}
+    values = {
+        "help": ("guide", "architecture"),
+        "deployment": ("support-chat", "long-context"),
+        "node": ("gpu-b",),
+        "key": (key,),
+    }
     found = []
     for pattern in urlpatterns:
         assert isinstance(pattern, URLPattern)

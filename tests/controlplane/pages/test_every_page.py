@@ -31,7 +31,7 @@ pytestmark = pytest.mark.django_db
 ROLES = ("viewer", "operator", "admin")
 OPEN = {"login"}
 READS = {
-    "fleet", "events", "foot", "deployments", "deployment", "deployment-logs", "deployment-logs-more", "deployment-logs-download", "deployment-revisions",
+    "fleet", "events", "help", "foot", "deployments", "deployment", "deployment-logs", "deployment-logs-more", "deployment-logs-download", "deployment-revisions",
     "deployment-events", "deployment-settings", "deployment-export", "nodes", "node", "keys", "key",
 }  # fmt: skip
 CHANGES: dict[str, tuple[str, dict[str, str]]] = {
@@ -66,6 +66,7 @@ def paths() -> dict[str, str]:
         assert isinstance(pattern, URLPattern)
         name = str(pattern.name)
         path = "/" + str(pattern.pattern)
+        path = path.replace("<slug:topic>", "guide")
         for marker in ("<slug:name>", "<str:name>", "<str:key>"):
             path = path.replace(marker, values[name.split("-")[0]] if marker in path else "")
         found[name] = path
