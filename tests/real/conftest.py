@@ -32,8 +32,8 @@ from workers.cache_folder import clean_environment
 from workers.runtimes import EngineRuntime
 
 INSTALL_AND_START_SECONDS = 2400
-WHOLE_SITE, OWN_TEMPLATE = "test_whole_site.py", "test_own_template.py"
-"""Have two engines of their own, and one."""
+WHOLE_SITE, SMALL_VOCABULARY, OWN_TEMPLATE = "test_whole_site.py", "test_small_vocabulary.py", "test_own_template.py"
+"""Have two engines of their own, two, and one."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -46,7 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _turn(item: pytest.Item) -> int:
-    return {WHOLE_SITE: 1, OWN_TEMPLATE: 2}.get(item.path.name, 3 + ("site" in item.fixturenames))
+    early = {SMALL_VOCABULARY: 0, WHOLE_SITE: 1, OWN_TEMPLATE: 2}
+    return early.get(item.path.name, 3 + ("site" in item.fixturenames))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -183,7 +184,7 @@ def start_ahead(request: pytest.FixtureRequest) -> Callable[..., None]:
 @pytest.fixture(autouse=True)
 def _shared_engines_start(request: pytest.FixtureRequest, start_ahead: Callable[..., None]) -> None:
     """Beside the tests that need none of them."""
-    if request.path.name != WHOLE_SITE:
+    if request.path.name not in (WHOLE_SITE, SMALL_VOCABULARY):
         start_ahead("pair_engines", *(("aggregated_engine",) if request.path.name != OWN_TEMPLATE else ()))
 
 

@@ -47,7 +47,15 @@ def spec(role: Role, **changes: object) -> EngineSpec:
 class RealEngine:
     """One vLLM engine. `start` launches, `await_ready` waits for it, `stop` leaves nothing of it behind."""
 
-    def __init__(self, role: Role, runtime: EngineRuntime, model_path: Path, folder: Path, *extra_args: str) -> None:
+    def __init__(
+        self,
+        role: Role,
+        runtime: EngineRuntime,
+        model_path: Path,
+        folder: Path,
+        *extra_args: str,
+        max_model_len: int = 2048,
+    ) -> None:
         self.role = role
         self.folder = (folder / role).resolve()
         self.ports = ports.take(ADDRESS, PORTS, role, promised=_promised, chance=random.Random())
@@ -58,7 +66,7 @@ class RealEngine:
             attempt=1,
             deployment="real",
             revision=1,
-            spec=spec(role, extra_args=(*TOOL_CALLS, *extra_args)),
+            spec=spec(role, extra_args=(*TOOL_CALLS, *extra_args), max_model_len=max_model_len),
             secret=KEY,
         )
         self.command = command.build(
