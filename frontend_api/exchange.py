@@ -10,7 +10,7 @@ import asyncio
 import logging
 from array import array
 from collections.abc import Callable
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from controlplane.fleet.errors import InvalidInput
@@ -23,7 +23,7 @@ from frontend_api.http.reading import Request
 from frontend_api.http.server import ClientConnection
 from frontend_api.http.upstream import Broken, Leg, probe
 from frontend_api.kv.evidence import Cache, Prompt, Standing
-from frontend_api.legs import AnswerLeg, PrefillLeg
+from frontend_api.legs import AnswerLeg, FreeingLeg, PrefillLeg
 from frontend_api.limits import answers, charges
 from frontend_api.limits.answers import Refusal
 from frontend_api.limits.charges import BYTES_PER_TOKEN
@@ -44,6 +44,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+
+
+FINISH_SECONDS = 0.5
+"""For which a prefill leg goes on when its client has left. A leg that is cut just when its engine has finished leaves KV behind
+that nobody can free before the lease ends, as its params are lost on the way."""
+FREE_SECONDS = 2.0
+"""For which a decode engine may take to refuse such KV."""
 
 
 class Exchange:
@@ -74,6 +81,14 @@ class Exchange:
         self.held_back = False
         """The client was slow at some time: the stream's pace is not the engine's."""
         self._over = False
+        self.left = False
+        """Its client has left; the KV that is being made for it is to be freed."""
+        self._timer: asyncio.TimerHandle | None = None
+        """Ends that."""
+        self._taking: Result | None = None
+        """Of a reply that is whole, while its client takes the rest of it."""
+        self._used: Used | None = None
+        """Once that is settled."""
         self._work: asyncio.Future[Any] | None = None
         watched = self.account.began_at < router.decisions.watched_until
         self._trace = flow.Trace(explain=self._explain or watched)
@@ -207,6 +222,9 @@ class Exchange:
         """Tell the flow how its last step went, and take its next."""
         if self._over or self._flow is None:
             return
+        if self.left:
+            self._end_left(outcome.params if isinstance(outcome, steps.Prefilled) else None)
+            return
         try:
             step = self._flow.send(outcome)
             if isinstance(step, steps.Wait):
@@ -232,7 +250,7 @@ class Exchange:
         pool = self.router.upstreams.pool(step.engine)
         body = self.request.body
         if isinstance(step, steps.Prefill):
-            receiver: PrefillLeg | AnswerLeg = PrefillLeg(self)
+            receiver: PrefillLeg | AnswerLeg = PrefillLeg(self, keeps=step.keep)
             body = openai.prefill_body(self.endpoint, body, keep=step.keep)
         else:
             receiver = AnswerLeg(self, step.engine, fetches=step.params is not None)
@@ -291,6 +309,9 @@ class Exchange:
         if self._over:
             return
         self._close_flow()
+        if self.left:
+            self._end(499, Result.ABORTED)
+            return
         problem = Problem(500, "internal_error", "The router failed; its log has the reason.")
         if self.account.streamed:
             self.connection.send(openai.error_event(problem, self.endpoint.shape), last=True)
@@ -305,15 +326,64 @@ class Exchange:
 
     # ---- the client's connection
 
-    def client_gone(self) -> None:
-        if self._over:
+    def client_gone(self, *, cut: bool = False) -> None:
+        if self._over or self.left:
+            return
+        if not cut and self._leave():
             return
         self._close_flow()
         reader = self.account.reader
         if reader is not None and reader.done and not self._slow:  # clients close when they have read the last event
             self._end(200, self.account.result(self.endpoint))
+        elif cut and (self.account.streamed or self._taking is not None):
+            self._end(200, Result.TRUNCATED)
         else:
             self._end(499, Result.ABORTED)
+
+    def _leave(self) -> bool:
+        """The client has left: see to it that no KV stays behind. False: nobody keeps any."""
+        leg, trace = self.leg, self._trace
+        if leg is None:
+            return False
+        prefilling = isinstance(leg.receiver, PrefillLeg) and leg.receiver.keeps and leg.connection is not None
+        unheard = isinstance(leg.receiver, AnswerLeg) and trace.params is not None and leg.connection is None
+        if not prefilling and not unheard:
+            return False
+        self.left = True
+        self.account.ended_at = perf_counter()
+        self._settle(499, Result.ABORTED)
+        if prefilling:
+            self._timer = asyncio.get_running_loop().call_later(FINISH_SECONDS, self._end_left)
+        else:
+            leg.cancel()
+            self._end_left(trace.params)
+        return True
+
+    def _end_left(self, params: bytes | None = None) -> None:
+        """What the client has left behind is over. `params`: of KV that no decode engine has got."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        decode = next((e for e in self._deployment.answering if e.id == self._trace.decode), None)
+        if params is None or decode is None:
+            self._close_flow()
+            self._trace.stranded += params is not None
+            self._end(499, Result.ABORTED)
+            return
+        body = openai.freeing_body(self._deployment.served_name, params)
+        self._timer = asyncio.get_running_loop().call_later(FREE_SECONDS, self.freed)
+        self.leg = self.router.upstreams.pool(decode).start(FreeingLeg(self), b"/v1/completions", self._headers, body)
+
+    def freed(self, *, done: bool = False) -> None:
+        """A decode engine has refused the KV, or not."""
+        if self._over:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._close_flow()
+        if not done:
+            self._trace.stranded += 1
+        self._end(499, Result.ABORTED)
 
     def _close_flow(self) -> None:
         if self._flow is not None:
@@ -326,7 +396,9 @@ class Exchange:
 
     def client_ready(self) -> None:
         self._slow = False
-        if self.leg is not None:
+        if self._taking is not None:
+            self._end(200, self._taking)
+        elif self.leg is not None:
             self.leg.resume()
 
     # ---- once a second
@@ -369,7 +441,11 @@ class Exchange:
     def _finish(self, verdict: Verdict) -> None:
         connection = self.connection
         if verdict is None:
-            self._end(200, self.account.result(self.endpoint))
+            result = self.account.result(self.endpoint)
+            if self._slow and connection.keep(self):
+                self._taking = result
+            else:
+                self._end(200, result)
             return
         status = verdict.status
         if isinstance(verdict, Problem):
@@ -397,9 +473,7 @@ class Exchange:
             leg.cancel()
         if self.connection.exchange is self:
             self.connection.exchange = None
-        used = self.account.counted or self._used(status, result)
-        if self._hold is not None:
-            self._settle(self._hold, status, used.total)
+        used = self._used or self._settle(status, result)
         key = self.request.key
         account, trace, prompt = self.account, self._trace, self._prompt
         record = account.record(
@@ -433,14 +507,18 @@ class Exchange:
                 text = "%s of %s counted %d prompt tokens in a request to %s; the router had %d."
                 log.warning(text, engine, cache.name, counted, self.endpoint.path, tokens)
 
-    def _used(self, status: int, result: Result) -> Used:
-        hold, prompt = self._hold, self._prompt
+    def _settle(self, status: int, result: Result) -> Used:
+        """Count what the request has used; its key is charged that."""
+        account, hold, prompt = self.account, self._hold, self._prompt
+        used = account.counted
+        if used is None and hold is not None:
+            used = account.used(self.endpoint, result, status, hold.estimate, hold.tokens)
+        elif used is None:
+            tokens = prompt.tokens if prompt is not None else None
+            guess = charges.guess(self.endpoint, self._size, tokens, self._ask.limit)
+            used = account.used(self.endpoint, result, status, guess, guess.prompt + guess.output)
+        self._used = used
         if hold is not None:
-            return self.account.used(self.endpoint, result, status, hold.estimate, hold.tokens)
-        tokens = prompt.tokens if prompt is not None else None
-        guess = charges.guess(self.endpoint, self._size, tokens, self._ask.limit)
-        return self.account.used(self.endpoint, result, status, guess, guess.prompt + guess.output)
-
-    def _settle(self, hold: Hold, status: int, tokens: int) -> None:
-        self._hold = None
-        self.router.limits.settle(hold, tokens, counts=status < 500 or self.account.streamed)
+            self._hold = None
+            self.router.limits.settle(hold, used.total, counts=status < 500 or account.streamed)
+        return used

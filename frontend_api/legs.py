@@ -34,10 +34,12 @@ _STREAM_HEADERS = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 class PrefillLeg:
     """Collects a prefill engine's reply; nothing of it reaches the client but its errors."""
 
-    __slots__ = ("_began_at", "_exchange", "_headers", "_parts", "_size", "_status")
+    __slots__ = ("_began_at", "_exchange", "_headers", "_parts", "_size", "_status", "keeps")
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, *, keeps: bool) -> None:
         self._exchange = exchange
+        self.keeps = keeps
+        """The engine is to keep the KV."""
         self._status = 0
         self._headers: list[tuple[bytes, bytes]] = []
         self._parts: list[bytes] = []
@@ -60,7 +62,8 @@ class PrefillLeg:
     def ended(self) -> None:
         body = b"".join(self._parts)
         exchange = self._exchange
-        exchange.account.prefill_seconds = perf_counter() - self._began_at
+        if not exchange.left:
+            exchange.account.prefill_seconds = perf_counter() - self._began_at
         if self._status == 200:
             exchange.account.prefill_reply = body
             exchange.advance(steps.Prefilled(openai.read_params(body), monotonic()))
@@ -72,6 +75,34 @@ class PrefillLeg:
 
     def crashed(self) -> None:
         self._exchange.crashed()
+
+
+class FreeingLeg:
+    """Hears that a decode engine refused KV that nobody needs any more: the prefill engine is told so, and frees it."""
+
+    __slots__ = ("_exchange", "_status")
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._status = 0
+
+    def sending(self) -> None:
+        """It is no part of the request."""
+
+    def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self._status = status
+
+    def body(self, data: bytes, last: bool, framed: bytes = b"") -> None:
+        """What it says is nobody's business."""
+
+    def ended(self) -> None:
+        self._exchange.freed(done=self._status < 500)
+
+    def failed(self, failure: Failure) -> None:
+        self._exchange.freed(done=False)
+
+    def crashed(self) -> None:
+        self._exchange.freed(done=False)
 
 
 class AnswerLeg:

@@ -323,6 +323,11 @@ def answer_body(body: bytes, metering: bytes, params: bytes | None) -> bytes:
     return b"%b%b}" % (body[: body.rindex(b"}")], metering) if metering else body
 
 
+def freeing_body(model: str, params: bytes) -> bytes:
+    """A completion that a decode engine refuses, and by that lets go of the KV that a prefill engine keeps."""
+    return b'{"model":%b,"prompt":"-","max_tokens":0,"kv_transfer_params":%b}' % (_encode(model), params)
+
+
 def read_params(reply: bytes) -> bytes | None:
     """The KV params of a prefill engine's reply; None: it gave none."""
     try:

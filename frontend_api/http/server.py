@@ -29,7 +29,9 @@ log = logging.getLogger(__name__)
 class Exchange(Protocol):
     """What answers a request over time."""
 
-    def client_gone(self) -> None: ...
+    def client_gone(self, *, cut: bool = False) -> None:
+        """`cut`: by the router."""
+
     def client_slow(self) -> None: ...
     def client_ready(self) -> None: ...
 
@@ -123,6 +125,13 @@ class ClientConnection:
             self._outbox.write(self._transport, data)
         if last:
             self._done(self._must_close())
+
+    def keep(self, exchange: Exchange) -> bool:
+        """The reply is whole, but the client has not taken it all: tell the exchange when it has, or is gone. False: there is
+        nobody to take it any more."""
+        if self._transport is not None:
+            self.exchange = exchange
+        return self._transport is not None
 
     def cut(self) -> None:
         """Break off so that the client sees that its reply is not whole."""
@@ -247,12 +256,16 @@ class ClientConnection:
     def connection_lost(self, error: Exception | None) -> None:
         self._server.left(self)
         self._transport = None
+        if self.exchange is not None and not self._busy and error is None:
+            self.exchange.client_ready()  # it took all of a reply that ended with the connection
         self._gone()
         self._reader.close()
         self.current = Request()
 
     def eof_received(self) -> bool:
-        self._gone()
+        if self._busy:
+            self._gone()
+        self._closing = True
         self._outbox.flush()  # the transport closes now, and replies that are whole belong to the client
         return False
 
@@ -271,7 +284,7 @@ class ClientConnection:
         self._slow_since = 0.0
         if self.exchange is not None:
             self.exchange.client_ready()
-        elif not self._busy:
+        if self.exchange is None and not self._busy:
             self._turn()
             self._next()
 
@@ -403,4 +416,4 @@ class Server:
             exchange = connection.exchange
             connection.cut()
             if exchange is not None:
-                exchange.client_gone()
+                exchange.client_gone(cut=True)

@@ -42,6 +42,7 @@ class Account:
         "admitted_at",
         "began_at",
         "chosen_at",
+        "ended_at",
         "first_text_at",
         "last_text_at",
         "longest_gap",
@@ -65,6 +66,8 @@ class Account:
         self.tokenised_at = self.chosen_at = 0.0
         self.admitted_at = 0.0
         """Its key has room; 0: that was not asked, as the key is not limited."""
+        self.ended_at = 0.0
+        """Its client left, and what its engines still do is not its time any more."""
         self.sent_at = self.first_text_at = self.last_text_at = self.longest_gap = 0.0
         self.prefill_reply = b""
         """Of the last prefill leg that gave KV: it has counts, should the answer's never come."""
@@ -194,7 +197,7 @@ class Account:
         used: Used,
     ) -> RequestRecord:
         """The request ends now."""
-        now = perf_counter()
+        now = self.ended_at or perf_counter()
         steps, seconds = self.written()
         first = self.first_text_at
         return RequestRecord(

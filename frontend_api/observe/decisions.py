@@ -250,7 +250,7 @@ class Telling:
             return
         self._connection.reply(200, self._headers, work.result())
 
-    def client_gone(self) -> None:
+    def client_gone(self, *, cut: bool = False) -> None:
         self._work.cancel()
 
     def client_slow(self) -> None:

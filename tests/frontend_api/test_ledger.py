@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
 import pytest
 
 from controlplane.fleet.model import Role
-from controlplane.fleet.wire import RoutingMode, RoutingPolicy
+from controlplane.fleet.wire import Result, RoutingMode, RoutingPolicy
+from frontend_api import exchange
+from frontend_api.http.upstream import Pool
+from frontend_api.legs import AnswerLeg
 from tests.frontend_api.client import PROMPT, Client, ask
 from tests.frontend_api.conftest import MakeSite, Site, until
-from tests.frontend_api.scripted import Heard, answer_well
+from tests.frontend_api.scripted import PARAMS, Answer, Heard, after, answer_well, chat_reply, unary
 from tests.frontend_api.test_figures import of, samples
 from tests.frontend_api.test_limits import CHAT, SECRET, countless, cut, fail, hang_up, limit, never, refuse, use
 
@@ -92,3 +96,123 @@ async def test_a_stream_that_was_left_counts_what_was_seen_and_the_prefill_engin
     record = site.record
     # the scripted prefill engine counts 7 prompt tokens, 2 of them cached
     assert (record.prompt_tokens, record.cached_tokens, record.output_tokens, record.estimated_tokens) == (7, 2, 2, 2)
+
+
+# ---- a reply is answered when its client has it
+
+LARGE = 32 << 20
+"""Bytes: more than sockets hold."""
+
+
+async def at_length(heard: Heard, writer: asyncio.StreamWriter) -> None:
+    writer.write(unary(chat_reply("x" * LARGE)))
+
+
+@pytest.mark.parametrize(
+    ("end", "result", "status"),
+    [
+        ("takes it", Result.OK, 200),
+        ("takes it, and the router ends the connection", Result.OK, 200),
+        ("leaves", Result.ABORTED, 499),
+        ("is cut at the end of a drain", Result.TRUNCATED, 200),
+    ],
+)
+async def test_a_whole_reply_counts_as_answered_once_its_client_has_it(
+    make_site: MakeSite, end: str, result: Result, status: int
+) -> None:
+    site = await make_site()
+    await site.engine("a", Role.AGGREGATED, at_length)
+    site.publish()
+    async with Client(site.port) as client:
+        client.post(CHAT, PROMPT)
+        await client.head()
+        client.pause()
+        await until(lambda: bool(site.router.exchanges) and site.in_flight == {})
+        assert site.telemetry.records == []
+        if end.endswith("connection") or "drain" in end:
+            site.server.stop_accepting()
+        if "drain" in end:
+            site.server.cut_all()
+        elif end.startswith("takes"):
+            client.resume()
+            await client.reader.readexactly(LARGE)
+    await site.settled()
+    assert (site.record.result, site.record.status) == (result, status)
+    assert (site.record.prompt_tokens, site.record.output_tokens) == (7, 3)
+
+
+# ---- KV that nobody reads
+
+
+async def refuse_kv(heard: Heard, writer: asyncio.StreamWriter) -> None:
+    writer.write(unary({"error": {"message": "max_tokens must be at least 1"}}, 400))
+
+
+async def leave_while(site: Site, heard: Callable[[], bool]) -> None:
+    async with Client(site.port) as client:
+        client.post(CHAT, PROMPT)
+        await until(heard)
+
+
+@pytest.mark.parametrize(("decode", "stranded"), [(refuse_kv, 0), (fail, 1), (hang_up, 1), (never, 1)])
+async def test_kv_that_was_made_just_as_its_client_left_is_freed_or_counted_as_stranded(
+    make_site: MakeSite, monkeypatch: pytest.MonkeyPatch, decode: Answer, stranded: int
+) -> None:
+    monkeypatch.setattr(exchange, "FREE_SECONDS", 0.2)
+    go_on = asyncio.Event()
+    site = await make_site()
+    prefill = await site.engine("p", Role.PREFILL, after(go_on))
+    refusing = await site.engine("d", Role.DECODE, decode)
+    site.publish()
+    await leave_while(site, lambda: bool(prefill.heard))
+    await until(lambda: not site.server.connections)
+    go_on.set()
+    await site.settled()
+    (heard,) = refusing.heard
+    assert heard.target == "/v1/completions"
+    assert (heard.body["max_tokens"], heard.body["kv_transfer_params"]) == (0, PARAMS)
+    assert (site.record.result, site.record.stranded) == (Result.ABORTED, stranded)
+    assert site.record.prefill_seconds is None, "its client was gone before"
+    text = (await ask(site.port, "/metrics", None)).body
+    assert (of(samples(text), "stranded_total", deployment="dep") or 0) == stranded
+
+
+async def test_a_prefill_that_goes_on_for_long_is_cut_when_its_client_left(make_site: MakeSite) -> None:
+    site = await make_site()
+    prefill = await site.engine("p", Role.PREFILL, never)
+    decode = await site.engine("d", Role.DECODE)
+    site.publish()
+    await leave_while(site, lambda: bool(prefill.heard))
+    await until(lambda: prefill.aborted == 1, 3.0)
+    await site.settled()
+    assert (decode.heard, site.record.result, site.record.stranded) == ([], Result.ABORTED, 0)
+
+
+@pytest.mark.skipif(not hasattr(Pool._connect, "__code__"), reason="a compiled class is as it is")
+async def test_params_that_no_decode_engine_has_got_yet_are_given_back(
+    make_site: MakeSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client leaves while the connection to decode is being made."""
+    site = await make_site()
+    await site.engine("p", Role.PREFILL)
+    decode = await site.engine("d", Role.DECODE, refuse_kv)
+    site.publish()
+    connects = asyncio.Event()
+    connect = Pool._connect
+
+    async def slowly(pool: Pool, *leg: Any) -> None:
+        if pool.port == decode.port:
+            await connects.wait()
+        await connect(pool, *leg)
+
+    monkeypatch.setattr(Pool, "_connect", slowly)
+    async with Client(site.port) as client:
+        client.post(CHAT, PROMPT)
+        await until(
+            lambda: any(e.leg is not None and isinstance(e.leg.receiver, AnswerLeg) for e in site.router.exchanges)
+        )
+    await until(lambda: not site.server.connections)
+    connects.set()
+    await site.settled()
+    assert [heard.body["max_tokens"] for heard in decode.heard] == [0]
+    assert (site.record.result, site.record.stranded) == (Result.ABORTED, 0)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import random
+import socket
+import time
+from urllib.parse import urlsplit
+
 import httpx
 import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
@@ -91,3 +97,22 @@ def test_models_and_tokenize(urls: dict[str, str]) -> None:
     assert [model.id for model in api.models.list()] == ["m"]
     assert api.models.retrieve("m").id == "m"
     assert httpx.post(urls["pair"] + "/tokenize", json={"model": "m", "prompt": "one two"}).json()["count"] > 0
+
+
+def test_clients_that_leave_while_their_prompt_is_computed_leave_no_kv_behind(urls: dict[str, str]) -> None:
+    """Many leave just as it is done. Without the router's help that KV stays until its lease ends, 30 s later."""
+    dice, place = random.Random(14), urlsplit(urls["pair"])
+    for number in range(60):
+        prompt = f"{number} " + "word " * 1_000
+        body = json.dumps({"model": "m", "max_tokens": 500, "stream": True, "prompt": prompt}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        with socket.create_connection((place.hostname, place.port), 10) as connection:
+            connection.sendall(head + body)
+            time.sleep(dice.uniform(0.002, 0.03))  # about as long as it takes
+    deadline = time.monotonic() + 10
+    while metric(urls["pair"], "tandem_router_in_flight") or metric(urls["prefill"], "vllm:kv_cache_usage_perc"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert metric(urls["pair"], "tandem_router_stranded_total") == 0
+    assert metric(urls["pair"], "tandem_router_requests_total", 'result="aborted"') > 30
+    assert metric(urls["prefill"], "vllm:nixl_num_kv_expired_reqs_total") == 0
