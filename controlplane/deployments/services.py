@@ -17,7 +17,7 @@ from controlplane.access import audit
 from controlplane.access.once import Once
 from controlplane.access.roles import Actor
 from controlplane.access.roles import Role as Access
-from controlplane.deployments import effects, tasks
+from controlplane.deployments import effects, permission, tasks
 from controlplane.deployments.models import Deployment, Engine, Event, Revision
 from controlplane.deployments.rows import spec_of
 from controlplane.fleet import spec
@@ -55,6 +55,7 @@ def create(*, actor: Actor, document: Mapping[str, Any], token: str = "") -> Dep
     """
     actor.require(Access.OPERATOR)
     wanted = spec.parse(document)
+    permission.check(actor, wanted, None)
     sent = Once(actor, "deployment.create", token, spec.document(wanted))
     if sent.target:
         return _existing(sent.target, None)
@@ -75,6 +76,7 @@ def apply(
     actor.require(Access.OPERATOR)
     wanted = spec.parse(document)
     row = _locked(wanted.name)
+    permission.check(actor, wanted, spec_of(row.intent) if row is not None else None)
     if row is None:
         if generation:
             raise Conflict(f"{wanted.name} does not exist any more", field="generation")
@@ -98,7 +100,7 @@ def preview(*, actor: Actor, name: str, changes: Mapping[str, Any], generation: 
     """What `patch` would do with these changes, and what would stop by it. Changes nothing. Raises as `patch` does."""
     actor.require(Access.OPERATOR)
     row = _existing(name, generation)
-    return _told_only(row, _patched(row, changes))
+    return _told_only(row, _patched(actor, row, changes))
 
 
 @transaction.atomic
@@ -124,17 +126,18 @@ def patch(*, actor: Actor, name: str, changes: Mapping[str, Any], generation: in
     """
     actor.require(Access.OPERATOR)
     row = _existing(name, generation)
-    wanted = _patched(row, changes)
+    wanted = _patched(actor, row, changes)
     found = _changes(spec.document(spec_of(row.intent)), spec.document(wanted))
     if found:
         _change(actor, row, wanted, found, action="deployment.patch")
     return row
 
 
-def _patched(row: Deployment, changes: Mapping[str, Any]) -> DeploymentSpec:
+def _patched(actor: Actor, row: Deployment, changes: Mapping[str, Any]) -> DeploymentSpec:
     if changes.get("name", row.name) != row.name:
         raise InvalidInput("name: a deployment keeps its name; create another and delete this one", field="name")
     wanted = spec.parse(_merged(row.intent, changes))
+    permission.check(actor, wanted, spec_of(row.intent))
     if wanted.served_name != row.served_name:
         _check_served_name(wanted)
     return wanted
@@ -224,7 +227,7 @@ def _create(actor: Actor, wanted: DeploymentSpec) -> Deployment:
     except IntegrityError:  # somebody else's creation came between
         raise Conflict(f"name: {wanted.name} or its served name was just taken", field="name") from None
     _add_revision(actor, row, wanted, 1)
-    audit.record(actor=actor, action="deployment.create", target=row.name, document=intent)
+    audit.record(actor=actor, action="deployment.create", target=row.name, document=intent, **_admin_given(wanted))
     _told(actor, row, "created", f"{row.name}: created.")
     return row
 
@@ -242,10 +245,17 @@ def _change(actor: Actor, row: Deployment, wanted: DeploymentSpec, changes: list
     if new_engines:
         number = max(row.revisions.values_list("number", flat=True)) + 1
         _add_revision(actor, row, wanted, number)
-    audit.record(actor=actor, action=action, target=row.name, changes=[change._asdict() for change in changes])
+    told = [change._asdict() for change in changes]
+    audit.record(actor=actor, action=action, target=row.name, changes=told, **_admin_given(wanted))
     kind = "scaled" if all(change.field.endswith(".replicas") for change in changes) else "changed"
     tail = f" Revision {number} replaces its engines." if new_engines else ""
     _told(actor, row, kind, f"{row.name}: {'; '.join(_shown(change) for change in changes)}.{tail}")
+
+
+def _admin_given(wanted: DeploymentSpec) -> dict[str, Any]:
+    """For the audit: options that may run code or read files."""
+    options = wanted.admin_arguments()
+    return {"admin_arguments": options} if options else {}
 
 
 def _add_revision(actor: Actor, row: Deployment, wanted: DeploymentSpec, number: int) -> None:

@@ -2,7 +2,8 @@
 
     TandemError
     ├── InvalidInput          the caller sent something wrong: names the field and the remedy   400
-    │   └── ManagedArgument   a user argument collides with one that Tandem sets itself         400
+    │   ├── ManagedArgument   a user argument collides with one that Tandem sets itself         400
+    │   └── AdminArgument     a user argument that only an admin may give                       403
     ├── Forbidden             the caller is known but may not do this                           403
     ├── NotFound              no such thing, or not for this caller                             404
     ├── Conflict              the thing changed meanwhile, or the name is taken                 409
@@ -62,6 +63,13 @@ class InvalidInput(TandemError):
 
 class ManagedArgument(InvalidInput):
     code = "managed_argument"
+
+
+class AdminArgument(InvalidInput):
+    """An option of engines that only an admin may give."""
+
+    code = "admin_argument"
+    status = 403
 
 
 class Problems:

@@ -31,7 +31,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from controlplane.fleet.errors import InvalidInput, ManagedArgument, Problems
+from controlplane.fleet import engine_options
+from controlplane.fleet.errors import InvalidInput, Problems
 from controlplane.fleet.model import EngineSpec, Role, Runtime
 from controlplane.fleet.reading import read
 from controlplane.fleet.wire import RoutingPolicy
@@ -44,34 +45,6 @@ _NEEDED = {
     "pools": "give pools: prefill and decode, or aggregated, each with replicas",
 }
 """What to do where a field of a document is missing."""
-
-MANAGED_ARGUMENTS = frozenset(
-    {
-        # what is served, and where
-        "--model", "--served-model-name", "--host", "--port", "--uds", "--grpc", "--grpc-port", "--root-path",
-        "--headless", "--api-server-count", "-asc", "--config", "--help", "-h", "--tokens-only", "--enable-scale-out",
-        "--middleware", "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers",
-        "--enable-ssl-refresh", "--disable-uvicorn-access-log",
-        # secrets: an argv is world-readable
-        "--api-key", "--hf-token",
-        # KV transfer and events, and the figures that prove them
-        "--kv-transfer-config", "--kv-events-config", "--ec-transfer-config", "--ec-manager-config",
-        "--kv-offloading-size", "--kv-offloading-backend", "--enable-prompt-tokens-details", "--disable-log-stats",
-        # size and numbers
-        "--dtype", "--max-model-len", "--max-num-batched-tokens", "--block-size", "--kv-cache-memory-bytes",
-        "--gpu-memory-utilization", "--device-memory-utilization",
-        # one engine is one process group on the GPUs that placement chose
-        "--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--prefill-context-parallel-size", "-pcp",
-        "--data-parallel-size", "-dp", "--data-parallel-rank", "-dpn", "--data-parallel-start-rank", "-dpr",
-        "--data-parallel-size-local", "-dpl", "--data-parallel-address", "-dpa", "--data-parallel-rpc-port", "-dpp",
-        "--data-parallel-backend", "-dpb", "--data-parallel-hybrid-lb", "-dph", "--data-parallel-external-lb", "-dpe",
-        "--data-parallel-multi-port-external-lb", "-dpm", "--data-parallel-supervisor-port", "--nnodes", "-n",
-        "--node-rank", "-r", "--master-addr", "--master-port", "--distributed-executor-backend", "--device-ids",
-    }
-)  # fmt: skip
-"""vLLM options that Tandem sets itself (or that would break what it sets). Refused in `extra_args`, by name, together with
-what vLLM's parser takes for them: beginnings (`--max-model`), underscores, dotted parts and negated forms. No other option
-of vLLM is the beginning of one of these (tests/real holds this to its parser)."""
 
 _SLUG = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 _SERVED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}")
@@ -132,6 +105,14 @@ class DeploymentSpec(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
             raise InvalidInput(f"{self.name} has no {role} pool; it has: {have}", field="role")
         pools = {**self.pools, role: msgspec.structs.replace(self.pools[role], replicas=replicas)}
         return checked(msgspec.structs.replace(self, pools=pools))
+
+    def admin_arguments(self) -> dict[Role, list[str]]:
+        """Of each pool, the options among its `extra_args` that only an admin may give."""
+        stand_in = self.runtime == Runtime.SIM
+        found = {
+            role: engine_options.admin_options(pool.extra_args, stand_in=stand_in) for role, pool in self.pools.items()
+        }
+        return {role: options for role, options in found.items() if options}
 
     def engine_part(self) -> DeploymentSpec:
         """What a running engine depends on: replicas and routing set to their defaults. Equal parts: same revision."""
@@ -268,40 +249,5 @@ def _check_pool(at: str, pool: PoolSpec) -> None:
         with found.part():
             _check_between(f"{at}.{field}", getattr(pool, field), low, high)
     with found.part():
-        _check_extra_args(f"{at}.extra_args", pool.extra_args)
+        engine_options.check(f"{at}.extra_args", pool.extra_args)
     found.raise_any()
-
-
-def _check_extra_args(at: str, arguments: tuple[str, ...]) -> None:
-    if arguments and not arguments[0].startswith("-"):
-        raise InvalidInput(
-            f"{at}: {arguments[0]!r} belongs to no option; begin with one, like --max-num-seqs", field=at
-        )
-    for argument in arguments:
-        if re.search("[\0\ud800-\udfff]", argument):
-            raise InvalidInput(f"{at}: an argument holds a NUL character or half a surrogate pair; remove it", field=at)
-        if not argument.startswith("-"):
-            continue
-        name = argument.split("=", 1)[0]
-        if re.search(r"\s", name):
-            raise InvalidInput(f"{at}: write {argument!r} as two arguments, the option and its value", field=at)
-        if meant := managed_argument(name):
-            short = "" if meant == name else f" (vLLM reads it as {meant})"
-            raise ManagedArgument(
-                f"{at}: {name}{short} is set by Tandem; remove it (the field of the same meaning is its place)",
-                field=at,
-            )
-
-
-def managed_argument(name: str) -> str | None:
-    """The managed option that vLLM's parser would take this option for, or None."""
-    name = _canonical(name)
-    return next((managed for managed in sorted(MANAGED_ARGUMENTS) if managed.startswith(name)), None)
-
-
-def _canonical(name: str) -> str:
-    """argparse takes underscores for hyphens in vLLM, and a negated form: `--no-enable-x` is `--enable-x`."""
-    if not name.startswith("--"):
-        return name
-    name = name.replace("_", "-").split(".", 1)[0]
-    return "--" + name[5:] if name.startswith("--no-") else name

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.fleet import spec
+from controlplane.fleet.engine_options import MANAGED_ARGUMENTS
 from controlplane.fleet.errors import InvalidInput, ManagedArgument
 from controlplane.fleet.model import Role, Runtime
-from controlplane.fleet.spec import MANAGED_ARGUMENTS, MAX_REPLICAS
+from controlplane.fleet.spec import MAX_REPLICAS
 from controlplane.fleet.wire import OnPrefillFailure, RoutingMode
 
 PAIR = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from controlplane.fleet.engine_options import HARMLESS, MANAGED_ARGUMENTS, managed_argument
 from controlplane.fleet.model import EngineAssignment, Ports, Role, Runtime
-from controlplane.fleet.spec import MANAGED_ARGUMENTS, managed_argument
 from tests.real.engines import facts, spec
 from workers import command
 from workers.runtimes import EngineRuntime
@@ -85,6 +85,8 @@ def test_vllm_reads_what_we_mean(
 def test_managed_arguments_are_vllms_and_shadow_no_other(parser: dict[str, Any]) -> None:
     options = [option for names in parser["options"] for option in names]
     assert set(options) >= MANAGED_ARGUMENTS
+    assert set(options) >= HARMLESS
+    assert not MANAGED_ARGUMENTS & HARMLESS
     for names in parser["options"]:
         managed = [name for name in names if managed_argument(name) is not None]
         assert managed in ([], names), f"one of {names} is managed, another is not"

@@ -14,7 +14,7 @@ from controlplane.dashboards import fleet as fleet_page
 from controlplane.deployments import evidence_words, queries, services, tasks
 from controlplane.deployments.models import Deployment, Engine, Event, Revision
 from controlplane.deployments.services import Change
-from controlplane.fleet.errors import Conflict, Forbidden, InvalidInput, NotFound
+from controlplane.fleet.errors import AdminArgument, Conflict, Forbidden, InvalidInput, NotFound
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import CacheState, RouterStatus
 from controlplane.nodes.queries import node_rows
@@ -338,3 +338,31 @@ def test_history_is_read_backwards_in_pages() -> None:
     rest = queries.events(engine="e", before=first[-1].id)
     assert [e.message for e in rest] == ["2", "1", "0"]
     assert queries.events(deployment="other") == []
+
+
+def test_an_operator_can_keep_an_admins_engine_options_and_give_none() -> None:
+    """Create, apply, patch and copy: all ways to a document ask the same question; what an admin gave is in the audit."""
+    pools = {"aggregated": {"replicas": 1, "extra_args": ["--trust-remote-code"]}}
+    wanted = {"name": "d", "model": "/models/m", "pools": pools}
+    operator, admin = Actor("olga", Access.OPERATOR), Actor("ada", Access.ADMIN)
+    for attempt in (
+        lambda: services.create(actor=operator, document=wanted),
+        lambda: services.apply(actor=operator, document=wanted),
+        lambda: services.apply(actor=operator, document=wanted, dry_run=True),
+    ):
+        with pytest.raises(AdminArgument) as caught:
+            attempt()
+        assert (caught.value.status, caught.value.field) == (403, "pools.aggregated.extra_args")
+    services.create(actor=admin, document=wanted)
+    assert AuditEntry.objects.get(action="deployment.create").detail["admin_arguments"] == {
+        "aggregated": ["--trust-remote-code"]
+    }
+    services.patch(actor=operator, name="d", changes={"max_model_len": 2048})
+    services.scale(actor=operator, name="d", role=Role.AGGREGATED, replicas=2)
+    for changes in (
+        {"model": "/models/other"},
+        {"pools": {"aggregated": {"extra_args": ["--trust-remote-code", "--enforce-eager"]}}},
+    ):
+        with pytest.raises(AdminArgument):
+            services.patch(actor=operator, name="d", changes=changes)
+    services.patch(actor=operator, name="d", changes={"pools": {"aggregated": {"extra_args": []}}})

@@ -35,7 +35,7 @@ FULL = {
     },
     "pools": {
         "prefill": {"replicas": 4, "tensor_parallel": 2, "max_num_batched_tokens": 8192},
-        "decode": {"replicas": 3, "memory_fraction": 0.85, "extra_args": ["--seed", "7", "a b"]},
+        "decode": {"replicas": 3, "memory_fraction": 0.85, "extra_args": ["--seed", "7", "--response-role", "a b"]},
     },
 }
 
