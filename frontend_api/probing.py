@@ -1,8 +1,8 @@
 """Probes of the engines and pairs that requests have put in doubt (`routing/outcomes` says which, and when).
 
-An engine is asked for one token. A pair is asked for a whole exchange with a prompt that nobody has sent before; where that
-fails, the answering engine is asked alone, so that it is known whose fault it was. Prompts are words, as any tokenizer reads
-them. No request ever waits for a probe.
+An engine is asked for one token. Of a pair the decode engine is asked alone first, so that it is known whose fault it is; then
+both for an exchange, with a prompt that nobody has sent before. Prompts are words, as any tokenizer reads them. No request ever
+waits for a probe.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from typing import Any
 
 import msgspec
 
-from frontend_api.formats.openai import ENDPOINTS, Usage, cached_at_prefill, prefill_body, read_params, side_channel
+from frontend_api.formats.openai import (
+    ENDPOINTS,
+    Endpoint,
+    Usage,
+    cached_at_prefill,
+    prefill_body,
+    read_params,
+    side_channel,
+)
 from frontend_api.http.ask import Reply, ask
 from frontend_api.http.upstream import Broken, Upstreams
 from frontend_api.routing.outcomes import (
@@ -204,8 +212,7 @@ class Prober:
     async def _alone(self, engine: Engine, model: str) -> Failure | None:
         reply = await self._post(engine, _TEXT.path, self._body(model, FEW_WORDS))
         if isinstance(reply, Reply) and reply.status in _NO_PATH:  # has it another model, or not this path?
-            messages = [{"role": "user", "content": self._prompt(FEW_WORDS)}]
-            reply = await self._post(engine, _CHAT.path, _json(model, messages=messages))
+            reply = await self._post(engine, _CHAT.path, self._body(model, FEW_WORDS, _CHAT))
         what = _what(reply)
         if what is None and isinstance(reply, Reply) and not _has_token(reply.body):
             what = "no-token"
@@ -215,16 +222,25 @@ class Prober:
 
     async def _pair(self, trouble: Trouble, prefill: Engine) -> Failure | None:
         decode, model = trouble.engine, trouble.deployment.served_name
+        if (failure := await self._alone(decode, model)) is not None:
+            return failure
         block = decode.spec.block_size or prefill.spec.block_size or LONGEST_BLOCK
         words = block + block // 8 + 2
+        endpoint = (
+            _CHAT if trouble.failure.what == "computed" else _TEXT
+        )  # text completions do not tell what was computed
         for _ in range(TRIES):
-            body = self._body(model, words)
-            reply = await self._post(prefill, _TEXT.path, prefill_body(_TEXT, body))
+            body = self._body(model, words, endpoint)
+            reply = await self._post(prefill, endpoint.path, prefill_body(endpoint, body))
             if not (isinstance(reply, Reply) and reply.status == 400):
                 break
             words = max(words // 2, FEW_WORDS)
         if (what := _what(reply)) is not None:
-            if isinstance(reply, Reply) and reply.status in _NO_PATH and trouble.failure.what != what:
+            if (
+                isinstance(reply, Reply)
+                and (reply.status in _NO_PATH or endpoint is _CHAT)
+                and trouble.failure.what != what
+            ):
                 raise _Unsure
             return Failure(prefill, what)
         assert isinstance(reply, Reply)
@@ -232,15 +248,15 @@ class Prober:
         if params is None:
             return Failure(prefill, "no-params")
         channel = side_channel(params)
-        reply = await self._post(decode, _TEXT.path, body[:-1] + b',"kv_transfer_params":%b}' % params)
+        reply = await self._post(decode, endpoint.path, body[:-1] + b',"kv_transfer_params":%b}' % params)
         what = _what(reply)
         if what is None and isinstance(reply, Reply):
             usage = Usage()
             usage.add(_object(reply.body).get("usage"))
             if not computed_itself(usage, cached_at_prefill(params), decode.spec.block_size):
                 return None
-            return Failure(decode, "computed", prefill, channel)
-        return await self._alone(decode, model) or Failure(decode, what or "", prefill, channel)
+            what = "computed"
+        return Failure(decode, what or "", prefill, channel)
 
     # ---- one leg
 
@@ -263,8 +279,11 @@ class Prober:
     def _prompt(self, words: int) -> str:
         return " ".join(self._chance.choices(_WORDS, k=words))
 
-    def _body(self, model: str, words: int) -> bytes:
-        return _json(model, prompt=self._prompt(words))
+    def _body(self, model: str, words: int, endpoint: Endpoint = _TEXT) -> bytes:
+        text = self._prompt(words)
+        if endpoint is _CHAT:
+            return _json(model, messages=[{"role": "user", "content": text}])
+        return _json(model, prompt=text)
 
 
 def _json(model: str, **fields: Any) -> bytes:

@@ -35,6 +35,8 @@ FORGET_SECONDS = 300.0
 """For which it is remembered how often something was probed that works again."""
 TELL_SECONDS = 10.0
 """Between two sentences about one failing engine or pair."""
+MOST_FAULTS = 1_000
+"""That are told at a time."""
 TRANSFER = "transfer"
 """Stage of a leg that had KV to fetch. The stage of another one is the role of its engine."""
 OVERLOAD = (429, 503)
@@ -92,7 +94,7 @@ class Failure:
         text = f"{self.engine.spec.role.capitalize()} engine {self.engine.spec.name} {what}"
         if self.prefill is None:
             return text + "."
-        text += f" when its KV was to come from prefill engine {self.prefill.spec.name}"
+        text += f"; it was to fetch KV from prefill engine {self.prefill.spec.name}"
         return f"{text} (side channel {self.channel})." if private and self.channel else text + "."
 
     def __str__(self) -> str:
@@ -298,7 +300,10 @@ class Outcomes:
         trouble.out = True
         if trouble.prefill is not None:
             self._working.pop((trouble.prefill, trouble.engine), None)
-        self._news.append(f"{trouble.deployment.name}: {trouble.failure.sentence(private=True)} It is left out.")
+        sentence = f"{trouble.deployment.name}: {trouble.failure.sentence(private=True)}"
+        if sentence in self._news:
+            self._news.remove(sentence)
+        self._news.append(f"{sentence} It is left out.")
         if trouble.prefill is None:
             trouble.engine.judge(fails=True)
         else:
@@ -390,7 +395,7 @@ class Outcomes:
                 told.append(_fault(trouble.failure, now - trouble.since, trouble.failures))
             elif not self._is_out(trouble.engine) and not self._is_out(trouble.prefill):
                 pairs.append(trouble)
-        return (*told, *self._of_pairs(pairs, now))
+        return (*told, *self._of_pairs(pairs, now))[:MOST_FAULTS]
 
     def _of_pairs(self, pairs: Collection[Trouble], now: float) -> list[Fault]:
         """One fault per engine that fails with several partners while these work with others; else one per pair."""

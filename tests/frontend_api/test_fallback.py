@@ -242,7 +242,7 @@ async def test_a_side_channel_is_told_to_those_who_run_it_and_to_no_client(make_
     reply = await ask(site, None, "/v1/chat/completions", False)
     assert reply.status == 503
     assert reply.error["message"] == (
-        "Decode engine d0 answered with status 500 when its KV was to come from prefill engine p0."
+        "Decode engine d0 answered with status 500; it was to fetch KV from prefill engine p0."
     )
     assert reply.headers["x-tandem-tried"] == "transfer-status-500 p0 d0 via=10.0.0.1:5600"
     await site.settled()

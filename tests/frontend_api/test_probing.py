@@ -4,7 +4,6 @@ says so, probes, and lets them back in."""
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import count
 from time import monotonic
@@ -25,7 +24,7 @@ from tests.conftest import free_port
 from tests.frontend_api import standins
 from tests.frontend_api.client import PROMPT, ask
 from tests.frontend_api.conftest import MakeSite, Site, until
-from tests.frontend_api.scripted import Answer, Heard, answer_well, chat_reply, unary
+from tests.frontend_api.scripted import PARAMS, Answer, Heard, answer_well, chat_reply, unary
 from tests.frontend_api.test_faults import says
 
 ALWAYS = RoutingPolicy(disaggregate=Disaggregate.ALWAYS)
@@ -155,7 +154,7 @@ async def test_a_transfer_that_hangs_is_given_up_and_tried_by_no_further_client(
     (fault,) = fleet.site.router.outcomes.faults(fleet.site.view.engines(), monotonic())
     port = fault.reason.rpartition(":")[2].rstrip(").")
     assert fault.reason == (
-        f"Decode engine d0 did not answer in time when its KV was to come from prefill engine p0 (side channel 127.0.0.1:{port})."
+        f"Decode engine d0 did not answer in time; it was to fetch KV from prefill engine p0 (side channel 127.0.0.1:{port})."
     )
 
 
@@ -272,8 +271,10 @@ async def test_a_probe_of_a_pair_is_shortened_to_what_its_engines_take(make_site
     Prober(site.upstreams, found).start_due(monotonic())
     await until(lambda: not found.left_out)
     assert [len(one.body["prompt"].split()) for one in prefill.heard] == [74, 37]
-    assert decode.heard[0].body["prompt"] == prefill.heard[1].body["prompt"]
-    assert json.dumps(decode.heard[0].body["kv_transfer_params"])
+    alone, fetching = decode.heard
+    assert "kv_transfer_params" not in alone.body
+    assert fetching.body["prompt"] == prefill.heard[1].body["prompt"]
+    assert fetching.body["kv_transfer_params"] == PARAMS
 
 
 async def test_a_client_pays_nothing_for_probes(make_site: MakeSite) -> None:
