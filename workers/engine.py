@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import random
 import re
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +20,8 @@ from controlplane.fleet.errors import TandemError
 from controlplane.fleet.model import EngineAssignment, EngineLoad, Observation, Phase, Role
 from workers.answering import AnswerCheck
 from workers.launch import Launcher
-from workers.logs import Source, plain
+from workers.logs import Source, lines
+from workers.obituary import cause, ending
 from workers.pairs import PairProver
 from workers.ports import is_free, numbers
 from workers.probe import EngineClient, Identity, Unanswered
@@ -35,6 +35,8 @@ STARTS_AGAIN = "a port was taken before the engine could bind it; starts again w
 EXIT_SEEN_WITHIN = 0.2
 """Seconds."""
 FAILURES_TO_UNHEALTHY = 3
+LAST_WORDS_BYTES = 128 << 10
+"""Of its log, searched for why it ended: tracebacks of several processes are long."""
 
 
 class Pace(Struct, frozen=True):
@@ -357,15 +359,9 @@ class EngineRun:
             return f"Stopped: {self._why}."
         if not self._record.warmed and self._complains_of_a_port():
             return "Ended: a port was taken before the engine could bind it."
-        if code is None:
-            return "Ended by itself; its exit code is unknown, because a former agent process had started it."
-        if code < 0:
-            guard = " (perhaps for want of memory: see the system's log)" if code == -signal.SIGKILL else ""
-            return f"Ended by signal {-code}, {signal.Signals(-code).name}{guard}."
-        lines = (line.strip() for line in tail(self.folder, 2048).splitlines())
-        words = [line for line in lines if line and not line.startswith("[tandem]")]
-        said = plain(words[-1]).replace(self.assignment.secret, "[secret]")[:200] if words else ""
-        return f"Ended by itself with exit code {code}" + (f", saying: {said}" if said else ".")
+        log = tail(self.folder, LAST_WORDS_BYTES).rpartition(STARTS_AGAIN)[2]
+        said = cause("\n".join(lines(log.encode(), (self.assignment.secret,))))
+        return f"{ending(code)}: {said}" if said else f"{ending(code)}."
 
 
 def _without_numbers(text: str) -> str:

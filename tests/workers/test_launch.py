@@ -247,11 +247,11 @@ def test_helpers_do_not_outlive_a_crashed_engine(node: Node) -> None:
 
 
 def test_last_words_never_tell_the_secret(node: Node) -> None:
-    text = "import os, sys; print('boom', os.environ['VLLM_API_KEY'], flush=True); sys.exit(3)"
+    text = "import os, sys; print('ValueError: boom', os.environ['VLLM_API_KEY'], flush=True); sys.exit(3)"
     node.build = scripted(text)  # type: ignore[assignment]
     node.want(assignment("d"))
     dead = node.until_phase("d", Phase.EXITED)
-    assert dead.detail == "Ended by itself with exit code 3, saying: boom [secret]"
+    assert dead.detail == "Ended by itself with exit code 3: ValueError: boom [secret]"
 
 
 def test_the_agents_own_lines_are_not_taken_for_an_engines_last_words(node: Node) -> None:
