@@ -72,6 +72,7 @@ class Agent:
         self._reported: object = None
         self._reported_at = 0.0
         self._trouble = ""
+        self._leaving = False
 
     def wake(self) -> None:
         """Makes the next step happen at once. Called from any thread."""
@@ -127,6 +128,7 @@ class Agent:
 
     def stop_all(self) -> None:
         """Ends every engine: asks, waits the grace, kills. Reports what is left, if Redis still answers."""
+        self._leaving = True
         for run in self.runs():
             run.stop("its agent stops")
         self._await_ends(self._pace.grace)
@@ -214,6 +216,7 @@ class Agent:
             holds_plan=self._plan is not None,
             facts=self._facts(),
             engines=observations,
+            leaving=self._leaving,
         )
         try:
             self._mailbox.write_report(report)

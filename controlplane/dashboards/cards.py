@@ -117,7 +117,7 @@ def card(row: EngineRow, node: NodeRow | None) -> Card:
         failures=row.engine.failures,
         retry_at=row.retry_at,
         attempt=row.engine.attempt,
-        ending="" if not seen or (how := ending(seen.exit_code)) in text else how,
+        ending="" if not seen or seen.stopped or (how := ending(seen.exit_code)) in text else how,
         command=" ".join(_shell_word(word) for word in seen.command) if seen else "",
     )
 

@@ -86,9 +86,11 @@ def _row(engine: EngineRecord, gathered: Gathered, now: datetime) -> Engine:
 
 
 def _record_attempts(decision: Decision, gathered: Gathered, now: datetime) -> None:
-    """A placed engine begins an attempt; one that failed or stopped ends it. Its command is kept as soon as it is known."""
+    """A placed engine begins an attempt; one that failed, stopped or was ended ends it. Its command is kept as soon as it is known."""
     ended = {
-        (m.engine.id, m.engine.attempt): m for m in decision.moves if m.engine.state in (State.FAILED, State.STOPPED)
+        (m.engine.id, m.engine.attempt): m
+        for m in decision.moves
+        if m.engine.state in (State.FAILED, State.STOPPED) or m.event is Lifecycle.HALT
     }
     for (engine_id, number), move in ended.items():
         seen = move.engine.observation

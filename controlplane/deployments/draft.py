@@ -76,24 +76,29 @@ class Draft:
         self.moves.append(Move(moved, event, engine.state, reason))
         return moved
 
-    def fail(self, engine: EngineRecord, event: Event, reason: str, *, counts: bool = True) -> EngineRecord:
-        """The attempt is over; the next comes when the back-off has passed. `counts`: it lengthens the back-off."""
-        return self.move(engine, event, reason, failures=engine.failures + counts)
+    def fail(self, engine: EngineRecord, event: Event, reason: str) -> EngineRecord:
+        """The attempt is over; the next comes when the back-off has passed."""
+        return self.move(engine, event, reason, failures=engine.failures + 1)
 
     def try_again(self, engine: EngineRecord, reason: str) -> EngineRecord:
         """A new attempt: a new process with a secret of its own; what is known of the old one no longer counts."""
-        return self.move(
-            engine,
-            Event.RETRY,
-            reason,
-            attempt=engine.attempt + 1,
-            secret=self.token(32),
-            observation=None,
-            reported=False,
-            ready_at=None,
-            left_version=None,
-            retry_asked=False,
-        )
+        return self.move(engine, Event.RETRY, reason, **self._new_attempt(engine))
+
+    def start_over(self, engine: EngineRecord, reason: str) -> None:
+        """A new attempt after one that was ended on purpose: no back-off."""
+        halted = self.move(engine, Event.HALT, reason)
+        self.note(halted, reason="Waits for a place.", **self._new_attempt(engine))
+
+    def _new_attempt(self, engine: EngineRecord) -> dict[str, Any]:
+        return {
+            "attempt": engine.attempt + 1,
+            "secret": self.token(32),
+            "observation": None,
+            "reported": False,
+            "ready_at": None,
+            "left_version": None,
+            "retry_asked": False,
+        }
 
     def note(self, engine: EngineRecord, **changes: Any) -> None:
         """Change what is said of the engine, not its state: no history row."""

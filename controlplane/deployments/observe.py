@@ -51,7 +51,10 @@ def take_silence(draft: Draft) -> None:
 
 def _take_observation(draft: Draft, engine: EngineRecord, seen: Observation) -> None:
     if seen.phase is Phase.EXITED:
-        _take_exit(draft, engine, _exit_reason(seen), counts=not seen.stopped)
+        if seen.stopped and allowed(engine.state, Event.HALT):
+            draft.start_over(engine, _exit_reason(seen))
+        else:
+            _take_exit(draft, engine, _exit_reason(seen))
         return
     if engine.state is State.LOST:
         engine = draft.move(engine, Event.RETURN, "Its node reports again; the process still runs.")
@@ -73,13 +76,13 @@ def _take_observation(draft: Draft, engine: EngineRecord, seen: Observation) -> 
         draft.note(engine, reason=said)
 
 
-def _take_exit(draft: Draft, engine: EngineRecord, reason: str, *, counts: bool = True) -> None:
+def _take_exit(draft: Draft, engine: EngineRecord, reason: str) -> None:
     if engine.state is State.STOPPING:
         draft.move(engine, Event.GONE, "Ended.")
     elif engine.state is State.DRAINING:
         draft.move(engine, Event.EXIT, reason)
     elif allowed(engine.state, Event.EXIT):
-        draft.fail(engine, Event.EXIT, reason, counts=counts)
+        draft.fail(engine, Event.EXIT, reason)
 
 
 def _take_absence(draft: Draft, engine: EngineRecord) -> None:

@@ -150,7 +150,8 @@ def _node_record(node: Node, report: NodeReport | None, came: datetime | None, n
     heard = latest(node.last_report_at, came)
     silent = inf if heard is None else max(0.0, (now - heard).total_seconds())
     took = report is not None and report.holds_plan and 0 < node.plan_generation <= report.plan_generation
-    return NodeRecord(node.name, facts, node.cordoned, silent, took, barred=barred(node, facts))
+    leaves = "is stopping its agent" if report is not None and report.leaving else ""
+    return NodeRecord(node.name, facts, node.cordoned, silent, took, barred=barred(node, facts) or leaves)
 
 
 def _newest_revisions() -> dict[int, Revision]:

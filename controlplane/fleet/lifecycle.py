@@ -58,6 +58,8 @@ class Event(StrEnum):
     """It calls itself healthy, but requests, or all its KV transfers, fail because of it."""
     RECOVER = "recover"
     EXIT = "exit"
+    HALT = "halt"
+    """Its agent ended it as it was told to, and not because of the engine: no failure."""
     OVERRUN = "overrun"
     """The state's limit passed."""
     SILENCE = "silence"
@@ -147,6 +149,7 @@ def _edges() -> tuple[Edge, ...]:
         Edge(S.FAILED, E.RETRY, S.PENDING, O.LOOP),
         Edge(S.FAILED, E.DRAIN, S.STOPPED, O.USER),
     ]
+    edges += [Edge(source, E.HALT, S.PENDING, O.AGENT) for source in (S.READY, S.UNHEALTHY, S.LOST)]
     seen = {E.INSTALL: S.INSTALLING, E.FETCH: S.FETCHING, E.START: S.STARTING, E.WARM: S.WARMING}
     # A node whose records were lost starts the same attempt anew: what was ready is no longer.
     anew = (E.INSTALL, E.FETCH, E.START)
@@ -155,6 +158,7 @@ def _edges() -> tuple[Edge, ...]:
         edges += [Edge(source, event, target, O.AGENT) for event, target in seen.items() if target is not source]
         edges += [
             Edge(source, E.EXIT, S.FAILED, O.AGENT),
+            Edge(source, E.HALT, S.PENDING, O.AGENT),
             Edge(source, E.OVERRUN, S.FAILED, O.CLOCK),
             Edge(source, E.SILENCE, S.LOST, O.CLOCK),
             Edge(source, E.DRAIN, S.STOPPING, O.USER),

@@ -71,7 +71,7 @@ OUT_OF_MEMORY = """\
         ("RuntimeError: CUDA error: device-side assert triggered\n", "RuntimeError: CUDA error: device-side assert triggered"),
         ("huggingface_hub.errors.RepositoryNotFoundError: 401 Client Error.\n",
          "huggingface_hub.errors.RepositoryNotFoundError: 401 Client Error."),
-        ("KeyboardInterrupt\n", ""),
+        ("KeyboardInterrupt\n", "KeyboardInterrupt"),
         ("ERROR 12-01 12:00:09 [worker.py:7] NIXL side channel: the handshake failed\n", "NIXL side channel: the handshake failed"),
         ("ValueError: " + "x" * 999, "ValueError: " + "x" * (LONGEST - 12)),
     ],

@@ -69,6 +69,7 @@ class Agent:
         self.running: dict[tuple[str, int], Observation] = {}
         self.holds_plan = False
         self.silent = False
+        self.leaving = False
         self.deaf = False
         """It reports, and takes no new plan in."""
         self.stuck: set[str] = set()
@@ -100,6 +101,7 @@ class Agent:
             facts=self.facts,
             engines=tuple(self.running.values()),
             holds_plan=self.holds_plan,
+            leaving=self.leaving,
         )
 
     def restart(self) -> None:

@@ -486,10 +486,31 @@ def test_engines_that_their_agent_was_told_to_end_have_not_failed(fleet: Fleet) 
         for engine in fleet.engines():
             agent.set(engine.id, phase=Phase.EXITED, exit_code=0, stopped=True, detail="Stopped: its agent stops.")
         fleet.step()
-        assert {e.state for e in fleet.engines()} == {"failed"}
-        assert fleet.engine("decode-0").reason == "Stopped: its agent stops."
+        assert {e.state for e in fleet.engines()} == {"placed"}, "at once, without a back-off"
         fleet.until(lambda: fleet.status() == "ready")
     assert {e.failures for e in fleet.engines()} == {0}
+    assert "exit" not in {event.kind for event in queries.events(limit=999)}
+    newest, *ended = queries.attempts(fleet.engine("decode-0").id)
+    assert (newest.ended_at, newest.exit_code) == (None, None)
+    assert {(a.exit_code, a.reason) for a in ended} == {(0, "Stopped: its agent stops.")}
+
+
+def test_nothing_is_placed_on_a_node_whose_agent_was_told_to_stop(fleet: Fleet) -> None:
+    agent = fleet.join("a")
+    fleet.deploy_ready()
+    for engine in fleet.engines():
+        agent.set(engine.id, phase=Phase.EXITED, exit_code=0, stopped=True, detail="Stopped: its agent stops.")
+    agent.leaving = True
+    agent.report()
+    agent.silent = True
+    fleet.run(30)
+    assert {e.state for e in fleet.engines()} == {"pending"}
+    assert fleet.status() == "waiting"
+    assert fleet.engine("decode-0").reason == "Waits for a node that takes engines: a is stopping its agent."
+    agent.silent = agent.leaving = False
+    agent.running.clear()
+    agent.restart()
+    fleet.until(lambda: fleet.status() == "ready")
 
 
 def test_a_failed_attempt_is_tried_on_another_node_when_there_is_one(fleet: Fleet) -> None:
