@@ -15,6 +15,8 @@ from controlplane.access.roles import Actor, Role
 from controlplane.access.services import MANAGE
 from controlplane.fleet.errors import Forbidden
 
+MUST_CHOOSE = "must_choose_password"
+"""Set in a session that began with a one-time password: it may do nothing but choose another."""
 _BY_NAME = {role.label: role for role in Role}
 
 
@@ -22,8 +24,7 @@ def role_of(user: User) -> Role:
     """A user's role: superusers are admins, a group named after a role grants it, nobody is less than a viewer."""
     if user.is_superuser:
         return Role.ADMIN
-    names = user.groups.filter(name__in=_BY_NAME).values_list("name", flat=True)
-    return max((_BY_NAME[name] for name in names), default=Role.VIEWER)
+    return max((_BY_NAME[group.name] for group in user.groups.all() if group.name in _BY_NAME), default=Role.VIEWER)
 
 
 def actor_of(request: HttpRequest | Any) -> Actor:
@@ -41,4 +42,6 @@ def actor_of(request: HttpRequest | Any) -> Actor:
     user = request.user
     if not isinstance(user, User) or not user.is_authenticated:
         raise Forbidden("sign in first")
+    if MUST_CHOOSE in getattr(request, "session", ()):
+        raise Forbidden("choose a password of your own first: sign in to the dashboard")
     return Actor(user.get_username(), role_of(user), "user", address)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import ClassVar
 
+from django.contrib.auth.models import User
 from django.db import models
 from django.utils import timezone
 
@@ -69,6 +70,15 @@ class RetiredSecret(models.Model):
 
     def __str__(self) -> str:
         return f"{self.key_id} until {self.works_until:%F %T}"
+
+
+class OneTimePassword(models.Model):
+    """The user's password was shown to an admin: another must be chosen at the next sign-in."""
+
+    user = models.OneToOneField(User, models.CASCADE, related_name="one_time_password")
+
+    def __str__(self) -> str:
+        return self.user.get_username()
 
 
 class AuditEntry(models.Model):

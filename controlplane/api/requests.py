@@ -119,6 +119,18 @@ class Rotate(_Strict):
     )
 
 
+class NewUser(_Strict):
+    name = serializers.CharField(max_length=100)
+    role = serializers.ChoiceField(ACCESS_ROLES)
+
+
+class UserChanges(_Strict):
+    """Only what is sent is changed."""
+
+    role = serializers.ChoiceField(ACCESS_ROLES, required=False)
+    active = serializers.BooleanField(required=False, help_text="False: may sign in no more.")
+
+
 class NewKey(_Strict):
     name = serializers.CharField(max_length=100)
     scope = serializers.ChoiceField(list(Scope))

@@ -269,6 +269,24 @@ class KeyList(serializers.Serializer[Any]):
     items = KeyResource(many=True)
 
 
+class UserResource(serializers.Serializer[Any]):
+    name = serializers.CharField(source="user.username")
+    role = serializers.ChoiceField(ACCESS_ROLES, source="role.label")
+    active = serializers.BooleanField(source="user.is_active", help_text="False: may sign in no more.")
+    one_time_password = serializers.BooleanField(
+        source="must_choose", help_text="The password that was shown has not been replaced yet."
+    )
+    last_login = serializers.DateTimeField(source="user.last_login", allow_null=True)
+
+
+class UserList(serializers.Serializer[Any]):
+    items = UserResource(many=True)
+
+
+class NewUserResource(UserResource):
+    password = serializers.CharField(help_text="For one use, shown this once.")
+
+
 class AuditResource(serializers.Serializer[Any]):
     id = serializers.IntegerField()
     at = serializers.DateTimeField()

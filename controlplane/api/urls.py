@@ -3,7 +3,7 @@
 from django.urls import URLPattern, URLResolver, include, path, re_path
 from drf_spectacular.views import SpectacularJSONAPIView
 
-from controlplane.api import deployments, keys, logs, nodes
+from controlplane.api import deployments, keys, logs, nodes, users
 from controlplane.api.view import ApiView, UnknownRoute
 
 
@@ -16,6 +16,6 @@ class Schema(ApiView, SpectacularJSONAPIView):
 
 urlpatterns: list[URLPattern | URLResolver] = [
     path("schema/", Schema.as_view(), name="schema"),
-    path("v1/", include([*deployments.routes, *logs.routes, *nodes.routes, *keys.routes])),
+    path("v1/", include([*deployments.routes, *logs.routes, *nodes.routes, *keys.routes, *users.routes])),
     re_path(r"", UnknownRoute.as_view()),
 ]

@@ -17,7 +17,7 @@ from django.shortcuts import redirect, render
 from django.urls import reverse
 from django.utils import timezone
 
-from controlplane.access.actors import actor_of
+from controlplane.access.actors import MUST_CHOOSE, actor_of
 from controlplane.access.roles import Actor, Role
 from controlplane.deployments.queries import last_step
 from controlplane.fleet.errors import InvalidInput, NotFound, TandemError
@@ -49,6 +49,7 @@ NAVIGATION = (
     Item("deployments", "Deployments", "deployments"),
     Item("nodes", "Nodes", "nodes"),
     Item("keys", "Keys", "keys"),
+    Item("users", "Users", "users"),
 )
 
 
@@ -83,6 +84,9 @@ def signed_in(view: View[P]) -> View[P]:
             back = request.headers.get("HX-Current-URL", "") if is_htmx(request) else request.get_full_path()
             path = "/" + back.split("://", 1)[-1].partition("/")[2] if "://" in back else back
             target = f"{reverse('login')}?next={quote(path)}"
+            return HttpResponse(status=204, headers={"HX-Redirect": target}) if is_htmx(request) else redirect(target)
+        target = reverse("password")
+        if MUST_CHOOSE in request.session and request.path != target:
             return HttpResponse(status=204, headers={"HX-Redirect": target}) if is_htmx(request) else redirect(target)
         try:
             return view(request, *args, **kwargs)

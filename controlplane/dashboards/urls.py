@@ -5,7 +5,19 @@ from __future__ import annotations
 from django.contrib.auth.views import LogoutView
 from django.urls import path
 
-from controlplane.dashboards import changing, creating, deployments, events, fleet, help, keys, listing, logs, nodes
+from controlplane.dashboards import (
+    changing,
+    creating,
+    deployments,
+    events,
+    fleet,
+    help,
+    keys,
+    listing,
+    logs,
+    nodes,
+    users,
+)
 from controlplane.dashboards.login import Login
 from controlplane.dashboards.page import foot_part
 
@@ -36,6 +48,11 @@ urlpatterns = [
     path("nodes/<str:name>/", nodes.node, name="node"),
     path("nodes/<str:name>/cordon/", nodes.cordon, name="node-cordon"),
     path("nodes/<str:name>/remove/", nodes.remove, name="node-remove"),
+    path("users/", users.users, name="users"),
+    path("users/create/", users.create, name="users-create"),
+    path("users/<str:user>/change/", users.change, name="user-change"),
+    path("users/<str:user>/password/", users.reset, name="user-reset"),
+    path("password/", users.password, name="password"),
     path("keys/", keys.keys, name="keys"),
     path("keys/create/", keys.create, name="keys-create"),
     path("keys/<str:key>/", keys.key, name="key"),

