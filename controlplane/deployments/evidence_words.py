@@ -23,6 +23,7 @@ REASONS = {
     "kv_events_replay_only": "KV events come late, by replay alone: the publisher connects instead of binding, or the way to it is cut",
     "kv_events_gap": "KV events were lost for good; known in full again once all its KV has turned over",
     "kv_events_silent": "the replay of KV events no longer answers",
+    "kv_events_excessive": "its KV events take more of the router than any engine needs; they are followed with pauses",
     "kv_events_ambiguous": "KV events of two sources on one address, or a replay that is another engine's",
     "kv_block_mismatch": "KV events have another block size than the engine claims",
     "tokenization_mismatch": "the engine's token ids are not the router's: another chat template or other tokenizer files",

@@ -32,6 +32,8 @@ class Trouble(StrEnum):
     GAP = "kv_events_gap"
     MISMATCH = "kv_block_mismatch"
     AMBIGUOUS = "kv_events_ambiguous"
+    EXCESSIVE = "kv_events_excessive"
+    """They take more of the router than those of any engine need: they are not followed for some seconds."""
     SILENT = "kv_events_silent"
     """It answered a replay before and no longer does."""
     CLAIMS = "kv_claims_refused"

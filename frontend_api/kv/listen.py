@@ -10,12 +10,13 @@ import asyncio
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from time import monotonic
+from time import monotonic, thread_time
 from typing import Any, TypeVar, cast
 
 import zmq
 import zmq.asyncio
 
+from frontend_api.kv.budget import PAUSE_SECONDS, Budget
 from frontend_api.kv.evidence import Cache, Evidence, Source, TokenSource
 from frontend_api.kv.save import SavedIndex
 from frontend_api.kv.sequence import END, REPLAY_SECONDS, Rank
@@ -23,8 +24,8 @@ from frontend_api.tokens.store import Absent
 
 log = logging.getLogger(__name__)
 
-HIGH_WATER_MARK = 100_000
-"""Batches that may wait in a subscriber, as many as a publisher keeps."""
+HIGH_WATER_MARK = 10_000
+"""Batches that may wait in a subscriber, as many as a publisher can replay."""
 TICK_SECONDS = 0.25
 RETRY_SECONDS = 5.0
 HEARTBEAT_SECONDS = 10.0
@@ -34,7 +35,7 @@ LOOK_SECONDS = 0.05
 """So often batches are looked for while they follow each other more quickly: to be woken for each costs more than it says."""
 TURN_SECONDS = 0.002
 """For which batches are taken before other tasks get their turn."""
-MOST_BYTES = 16 << 20
+MOST_BYTES = 4 << 20
 """Of a batch. A real one tells of one step of an engine, some hundred kilobytes; whoever sends more is not listened to, which
 the sequence or the replay shows."""
 
@@ -44,6 +45,10 @@ _S = TypeVar("_S", bound=zmq.Socket[Any])
 
 class _NoReplay(Exception):
     """What comes is not in order: it might never end, and live batches wait for its end."""
+
+
+class _Excessive(Exception):
+    """A rank's events take too much of this process."""
 
 
 class Unusable(Exception):
@@ -69,6 +74,7 @@ class Follower:
         self._tasks: dict[Source, asyncio.Task[None]] = {}
         self._wanted: dict[Source, asyncio.Event] = {}
         """Set when the rank wants a replay."""
+        self._budgets: dict[Source, Budget] = {}
 
     async def run(self) -> None:
         """For ever. Its sockets are closed when it is cancelled."""
@@ -89,6 +95,7 @@ class Follower:
         for source in [s for s in self._tasks if s not in sources]:
             self._tasks.pop(source).cancel()
             del self._wanted[source]
+            self._budgets.pop(source, None)
         for source, rank in sources.items():
             task = self._tasks.get(source)
             if task is None or task.done():
@@ -119,7 +126,8 @@ class Follower:
         del self._loading[tokenizer]
 
     async def _follow(self, source: Source, rank: Rank, wanted: asyncio.Event) -> None:
-        asking = asyncio.create_task(self._replays(source, rank, wanted)) if source.replay else None
+        budget = self._budgets.setdefault(source, Budget(monotonic()))
+        asking = asyncio.create_task(self._replays(source, rank, wanted, budget)) if source.replay else None
         kinds = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
         try:  # a plain socket: futures cost more than what a message says
             with _prepared(self._context.socket(zmq.SUB)) as sub, sub.get_monitor_socket(kinds) as ends:
@@ -127,13 +135,24 @@ class Follower:
                 sub.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_SECONDS * 1_000))
                 sub.setsockopt(zmq.SUBSCRIBE, b"")
                 sub.connect(source.events)
-                await self._listen(_Heard(sub, ends, rank, wanted))
+                await self._listen(_Heard(sub, ends, rank, wanted, budget))
         except zmq.ZMQError as error:
             log.error("The events of %s at %s cannot be followed: %s", source.engine, source.events, error)
+        except _Excessive:
+            if asking is not None:
+                asking.cancel()
+            await self._pause(source, rank)
+            return
         finally:
             if asking is not None:
                 asking.cancel()
         await asyncio.sleep(RETRY_SECONDS)
+
+    async def _pause(self, source: Source, rank: Rank) -> None:
+        rank.excessive(monotonic())
+        text = "The KV events of %s (%s) take more of this process than any engine needs: not followed for %g s."
+        log.warning(text, source.engine, source.deployment, PAUSE_SECONDS)
+        await asyncio.sleep(PAUSE_SECONDS)
 
     async def _listen(self, heard: _Heard) -> None:
         """For ever."""
@@ -159,13 +178,16 @@ class Follower:
                 loop.remove_reader(number)
             heard.sub.disable_monitor()  # before `ends` closes: ZMQ's thread would wait for ever for somebody to tell
 
-    async def _replays(self, source: Source, rank: Rank, wanted: asyncio.Event) -> None:
+    async def _replays(self, source: Source, rank: Rank, wanted: asyncio.Event, budget: Budget) -> None:
         if self._saved is not None:
             await self._saved.restore(source, rank)
         while True:
             while rank.wanted is None:
                 await wanted.wait()
                 wanted.clear()
+            if (pause := rank.ask_at - monotonic()) > 0:
+                await asyncio.sleep(pause)
+                continue
             start = rank.asked()
             try:
                 with _prepared(self._futures.socket(zmq.DEALER)) as dealer:
@@ -178,24 +200,30 @@ class Follower:
                         before, sequence = sequence, _sequence(frames)
                         if sequence != END and sequence <= max(before, start - 1):
                             raise _NoReplay
-                        rank.replayed(sequence, frames[-1], monotonic())
+                        began, now = thread_time(), monotonic()
+                        rank.replayed(sequence, frames[-1], now)
+                        if budget.spend(thread_time() - began, now):
+                            raise _Excessive
                         turn = await _take_turns(turn)
             except (TimeoutError, zmq.ZMQError, _NoReplay):
                 rank.replay_failed(monotonic())
-                await asyncio.sleep(TICK_SECONDS)
+            except _Excessive:
+                await self._pause(source, rank)
 
 
 class _Heard:
     """What a subscriber has heard. `ends`: tells of its connections; `wanted`: to be set when the rank wants a replay."""
 
-    def __init__(self, sub: zmq.Socket[bytes], ends: zmq.Socket[bytes], rank: Rank, wanted: asyncio.Event) -> None:
+    def __init__(
+        self, sub: zmq.Socket[bytes], ends: zmq.Socket[bytes], rank: Rank, wanted: asyncio.Event, budget: Budget
+    ) -> None:
         self.sub, self.ends = sub, ends
-        self._rank, self._wanted = rank, wanted
+        self._rank, self._wanted, self._budget = rank, wanted, budget
         self._connected = False
 
     async def tell(self) -> bool:
-        """Tell the rank; whether there was any batch."""
-        told = False
+        """Tell the rank; whether there was any batch. Raises `_Excessive` where that took too much."""
+        told, began = False, thread_time()
         try:
             while True:
                 self._follow_ends()
@@ -205,8 +233,13 @@ class _Heard:
                     told, now = True, monotonic()
                     if self._connected and (sequence := _sequence(frames)) >= 0:  # not left from an earlier connection
                         self._rank.live(sequence, frames[-1], now)
+                if self._budget.spend(thread_time() - began, now):
+                    raise _Excessive
                 await asyncio.sleep(0)
+                began = thread_time()
         except zmq.Again:
+            if told and self._budget.spend(thread_time() - began, monotonic()):
+                raise _Excessive from None
             if self._rank.wanted is not None:
                 self._wanted.set()
             return told

@@ -23,26 +23,41 @@ REPLAY_SECONDS = 5.0
 """Longest silence of a replay."""
 CHECK_SECONDS = 5.0
 """A rank that has been quiet for so long is asked for its last batch."""
-WAITING = 10_000
-"""Live batches kept during a replay; with more the oldest are lost, and the sequence shows it."""
+WAITING, WAITING_BYTES = 10_000, 64 << 20
+"""Live batches kept during a replay, and their bytes; with more the oldest are lost, and the sequence shows it."""
 UNSTEADY = 5
 """Restarts within …"""
 UNSTEADY_SECONDS = 600.0
 """… which are those of no engine: events and replay come from different ones."""
+STEADY = 2
+"""Restarts of which each is followed by a replay at once. Of more within that time each lets the next replay wait twice as long …"""
+LONGEST_PAUSE = 60.0
+"""… up to so many seconds."""
+LONGEST_RETRY = 5.0
+"""The same after replays without an answer, which begin with a quarter of a second."""
+CALM_SECONDS = 60.0
+"""After which what was too much is forgotten."""
 
 
 class Rank:
     """One engine rank as its publisher tells of it.
 
     Whoever has its sockets hands over what they bring (`live`, `disconnected`), and where `wanted` is a number, asks for a
-    replay from there (`asked`, `replayed`, `replay_failed`). `replays`: there is somebody to ask. Times are monotonic.
+    replay from there (`asked`, `replayed`, `replay_failed`), but not before `ask_at`. `replays`: there is somebody to ask. Times
+    are monotonic.
     """
 
     def __init__(self, contents: Contents, *, replays: bool, now: float) -> None:
         self.contents = contents
         self.batches = self.gaps = self.restarts = self.replays = 0
         self.wanted: int | None = 0 if replays else None
-        """Ask for a replay from this sequence."""
+        """Ask for a replay from this sequence …"""
+        self.ask_at = 0.0
+        """… at this time: a publisher that seems to start again and again costs a replay each time."""
+        self._lately = 0
+        """Restarts, each soon after the one before."""
+        self._vain = 0
+        """Replays without an answer, one after another."""
         self._replays = replays
         self._trouble: dict[Trouble, float] = {}
         """Of its publisher; `contents` has its own."""
@@ -52,7 +67,8 @@ class Rank:
         """Digest of the batch before."""
         self._source: int | None = None
         self._restarted_at: deque[float] = deque(maxlen=UNSTEADY)
-        self._waiting: deque[tuple[int, bytes]] = deque(maxlen=WAITING)
+        self._waiting: deque[tuple[int, bytes]] = deque()
+        self._waiting_bytes = 0
         self._asked: int | None = None
         self._answered = False
         self._unproved: set[tuple[int, bytes]] = set()
@@ -96,9 +112,30 @@ class Rank:
         self._missed = 0
         self._trouble.pop(Trouble.REPLAY_ONLY, None)
         if self.wanted is not None or self._asked is not None:
-            self._waiting.append((sequence, payload))
+            self._wait(sequence, payload)
         else:
             self._take(sequence, payload, now)
+
+    def _wait(self, sequence: int, payload: bytes) -> None:
+        """Keep a batch until the replay has ended."""
+        waiting = self._waiting
+        waiting.append((sequence, payload))
+        self._waiting_bytes += len(payload)
+        while len(waiting) > WAITING or self._waiting_bytes > WAITING_BYTES:
+            self._waiting_bytes -= len(waiting.popleft()[1])
+
+    def _drop_waiting(self) -> None:
+        self._waiting.clear()
+        self._waiting_bytes = 0
+
+    def excessive(self, now: float) -> None:
+        """Its events take too much of this process: it is not followed for a while, and begins anew then."""
+        self._forget()
+        self._drop_waiting()
+        self._asked, self._checking = None, False
+        self._trouble[Trouble.EXCESSIVE] = now
+        if self._replays:
+            self.wanted = 0
 
     def disconnected(self) -> None:
         """The publisher's connection has ended: what comes next may be another process's, also under the next number."""
@@ -107,7 +144,7 @@ class Rank:
         elif self._next:
             self._doubt()
         else:
-            self._waiting.clear()
+            self._drop_waiting()
             if self._asked is not None:
                 self.wanted = 0
 
@@ -122,6 +159,7 @@ class Rank:
     def replayed(self, sequence: int, payload: bytes, now: float) -> None:
         """A batch from the replay, or its end."""
         self._quiet_since = now
+        self._vain = 0
         self._trouble.pop(Trouble.SILENT, None)
         if sequence == END:
             self._replay_ended(now)
@@ -157,6 +195,8 @@ class Rank:
         self._asked = None
         self._checking = False
         self._quiet_since = now
+        self._vain += 1
+        self.ask_at = now + min(0.125 * 2.0 ** min(self._vain, 9), LONGEST_RETRY)
         if self.contents.restored is not None:
             self._forget()
         elif self._unproved and self._waiting:
@@ -176,6 +216,8 @@ class Rank:
             self._checking = True
         if now - self._trouble.get(Trouble.AMBIGUOUS, now) > UNSTEADY_SECONDS:
             del self._trouble[Trouble.AMBIGUOUS]  # if it still holds, the next batches show it
+        if now - self._trouble.get(Trouble.EXCESSIVE, now) > CALM_SECONDS:
+            del self._trouble[Trouble.EXCESSIVE]
         self.contents.tick(now)
 
     def saved(self) -> Saved | None:
@@ -213,7 +255,7 @@ class Rank:
             else:
                 self._restarted(now)
         if self.wanted is not None:
-            self._waiting.append((sequence, payload))
+            self._wait(sequence, payload)
         else:
             self._apply(sequence, payload, now)
 
@@ -241,7 +283,8 @@ class Rank:
 
     def _drain(self, now: float) -> None:
         """Take the batches that came during a replay. What is still missing is lost."""
-        waiting, self._waiting = self._waiting, deque(maxlen=WAITING)
+        waiting, self._waiting = self._waiting, deque()
+        self._waiting_bytes = 0
         for sequence, payload in waiting:
             if self._next is not None and sequence < self._next:
                 continue  # replay has brought it
@@ -252,12 +295,16 @@ class Rank:
     def _restarted(self, now: float) -> None:
         """Another process sends now: nothing that was known holds."""
         self.restarts += 1
+        soon = bool(self._restarted_at) and now - self._restarted_at[-1] < UNSTEADY_SECONDS
+        self._lately = self._lately + 1 if soon else 1
+        if self._lately > STEADY:
+            self.ask_at = now + min(2.0 ** min(self._lately - STEADY - 1, 9), LONGEST_PAUSE)
         self._restarted_at.append(now)
         self._forget()
         if len(self._restarted_at) == UNSTEADY and now - self._restarted_at[0] < UNSTEADY_SECONDS:
             self._trouble[Trouble.AMBIGUOUS] = now
         if self._replays:
-            self._waiting.clear()  # some may be the old one's; the replay brings those that are not
+            self._drop_waiting()  # some may be the old one's; the replay brings those that are not
             self.wanted = 0
 
     def _forget(self) -> None:

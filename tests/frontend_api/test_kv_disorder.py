@@ -19,7 +19,7 @@ import pytest_asyncio
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import RoutingMode, RoutingPolicy
 from frontend_api.formats.openai import Endpoint
-from frontend_api.kv import debt, listen, sequence
+from frontend_api.kv import budget, debt, listen, sequence
 from frontend_api.kv.contents import Contents
 from frontend_api.kv.evidence import Cache, Evidence, Source, TokenSource
 from frontend_api.kv.index import Index, chain
@@ -214,6 +214,54 @@ async def test_two_sources_on_one_address_are_told(make_scene: MakeScene) -> Non
     scene.publisher.rank = 5
     scene.publisher.publish(scene.publisher.stored(LINES[0]))
     await scene.stands("degraded", "kv_events_ambiguous")
+
+
+async def test_the_replay_of_another_engine_is_told_and_does_not_keep_the_router_busy(make_scene: MakeScene) -> None:
+    """Events come from one engine, the replay answers for another: as if it started anew with every batch."""
+    scene = await make_scene()
+    other = scene.publisher
+    for line in LINES * 3:
+        other.batch(other.stored(line))
+    await scene.stands("exact")
+    own = Publisher((free_port(), other.ports[1] + 1), size=SIZE)
+    try:
+        scene.site.publish(policy=RoutingPolicy(mode=RoutingMode.ROUND_ROBIN))
+        spec = msgspec.structs.replace(scene.site._specs["a"], events=own.events)
+        scene.site.add(spec)
+        scene.site.publish(policy=RoutingPolicy(mode=RoutingMode.KV))
+        before = len(other.asked)
+        for number in range(200):
+            own.publish(own.stored(LINES[number % 8]))
+            await asyncio.sleep(0.01)
+        cache = scene.cache
+        assert cache.counts()["restarts"] >= sequence.STEADY
+        assert len(other.asked) - before <= 15
+    finally:
+        await own.close()
+
+
+async def test_events_that_take_too_much_of_the_router_are_not_followed_for_a_while(
+    make_scene: MakeScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "BURST_SECONDS", 0.05)
+    monkeypatch.setattr(listen, "PAUSE_SECONDS", 0.5)
+    monkeypatch.setattr(sequence, "CALM_SECONDS", 1.0)
+    scene = await make_scene()
+    await scene.heard()
+    publisher, cache = scene.publisher, scene.cache
+    flood = [list(range(number, number + 64 * SIZE)) for number in range(50)]
+
+    def excessive() -> bool:
+        for line in flood:
+            publisher.publish(publisher.stored(line), publisher.removed(line))
+        return scene.standing[1] == {"a": "kv_events_excessive"}
+
+    await until(excessive)
+    batches = cache.counts()["batches"]
+    publisher.forget(1)
+    await until(lambda: cache.counts()["batches"] > batches)  # it is followed again
+    await scene.heard_of(LINES[0])
+    await until(lambda: "kv_events_excessive" not in scene.standing[1].values())
 
 
 async def test_an_engine_that_starts_again_starts_empty(make_scene: MakeScene) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from array import array
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from frontend_api.kv import sequence as rules
+from frontend_api.kv.budget import BURST_SECONDS, PAUSE_SECONDS, SHARE, Budget
 from frontend_api.kv.index import chain
 from frontend_api.kv.knowledge import Knowledge, Trouble
-from frontend_api.kv.sequence import CHECK_SECONDS, UNSTEADY, UNSTEADY_SECONDS
+from frontend_api.kv.sequence import CALM_SECONDS, CHECK_SECONDS, LONGEST_PAUSE, UNSTEADY, UNSTEADY_SECONDS
 from tests.frontend_api.kvline import SIZE, Line, batch, pack, ready, removed, restored, run, saved_of, stored, tokens
 
 
@@ -222,6 +225,77 @@ def test_a_replay_that_is_another_engines_is_told() -> None:
     line.now += UNSTEADY_SECONDS
     line.check()
     assert line.state == (Knowledge.COMPLETE, 1, [])
+
+
+def test_who_seems_to_restart_with_every_batch_is_asked_for_replays_less_and_less_often() -> None:
+    """Events of one engine and the replay of another: each batch looks like a restart, and would cost a whole replay."""
+    line = ready(upto=8)
+    for number in range(6_000):  # ten a second
+        line.now = number / 10
+        line.live((number % 50, batch(stored(0), rank=None)))
+        line.rank.tick(line.now)
+        if line.now >= line.rank.ask_at:
+            line.replay()
+    assert Trouble.AMBIGUOUS in line.rank.trouble
+    assert UNSTEADY < line.rank.restarts <= 30
+    assert len(line.asked) <= 60
+    line.buffer = run(0, 4)  # now it is the engine's own
+    line.now += LONGEST_PAUSE
+    line.live(*run(4, 4))
+    line.replay()
+    line.now += UNSTEADY_SECONDS
+    line.check()
+    assert line.state == (Knowledge.COMPLETE, 5, [])
+
+
+def test_replays_that_are_not_answered_are_asked_for_less_and_less_often() -> None:
+    line, asked = Line(), []
+    for number in range(600):
+        line.now = number / 10
+        if line.rank.wanted is not None and line.now >= line.rank.ask_at:
+            asked.append(line.now)
+            line.rank.asked()
+            line.rank.replay_failed(line.now)
+            line.rank.disconnected()
+            line.rank.wanted = 0
+    pauses = [round(after - before, 1) for before, after in pairwise(asked)]
+    assert pauses[:6] == [0.3, 0.5, 1.0, 2.0, 4.0, 5.0]
+    assert set(pauses[6:]) == {5.0}
+
+
+def test_what_waits_for_a_replay_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "WAITING_BYTES", 1_000)
+    line = ready(upto=0)
+    line.rank.disconnected()  # a replay is wanted
+    for number in range(1, 100):
+        line.live((number, batch(stored(0), rank=None) + bytes(100)))
+        assert sum(len(payload) for _, payload in line.rank._waiting) <= 1_000
+    line.buffer = [(0, line.buffer[0][1])]
+    line.replay()
+    assert line.rank.gaps == 1, "it is seen that the oldest are lost"
+
+
+def test_who_takes_too_much_begins_anew_and_that_is_told() -> None:
+    line = ready()
+    line.rank.excessive(line.now)
+    assert line.state == (Knowledge.REPLAYING, 0, [Trouble.EXCESSIVE])
+    line.replay()
+    assert line.state == (Knowledge.COMPLETE, 3, [Trouble.EXCESSIVE])
+    line.now += CALM_SECONDS + 1
+    line.check()
+    assert line.state == (Knowledge.COMPLETE, 3, [])
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 5.0), st.floats(0.0, 0.1)), max_size=200))
+def test_a_budget_is_a_burst_and_a_share_of_the_time(turns: list[tuple[float, float]]) -> None:
+    budget, now, used = Budget(0.0), 0.0, 0.0
+    for passes, takes in turns:
+        now += passes
+        used += takes
+        if budget.spend(takes, now):
+            now += PAUSE_SECONDS
+        assert used <= BURST_SECONDS + SHARE * now + 0.1 + 1e-9
+    assert not Budget(0.0).spend(BURST_SECONDS, 0.0)
 
 
 def test_no_answer_to_a_replay() -> None:
