@@ -4,8 +4,23 @@
 import os
 import sys
 
-if __name__ == "__main__":
+from controlplane.fleet import program
+
+
+def main() -> None:
+    program.begin("manage.py")
+    program.keep_files_private()
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
     from django.core.management import execute_from_command_line
+    from django.db import DatabaseError
 
-    execute_from_command_line(sys.argv)
+    try:
+        execute_from_command_line(sys.argv)
+    except DatabaseError as error:
+        from controlplane import database
+
+        sys.exit(f"manage.py: {database.sentence(error)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -8,7 +8,7 @@ from typing import Any
 import uvicorn
 
 from controlplane import door
-from controlplane.fleet import config, last_resort
+from controlplane.fleet import config, program
 from controlplane.fleet.config import Config
 
 GRACE_SECONDS = 5
@@ -36,7 +36,8 @@ def options(settings: Config) -> dict[str, Any]:
 
 def main() -> int:
     """Serve until SIGTERM or SIGINT."""
-    last_resort.install("controlplane.web")
+    program.begin("controlplane.web")
+    program.keep_files_private()
     uvicorn.run("controlplane.asgi:application", **options(config.load()))
     return 0
 

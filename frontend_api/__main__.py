@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 
-from controlplane.fleet import config
+from controlplane.fleet import config, program
 from controlplane.fleet.errors import InvalidInput
 from frontend_api import compiled
 
 
 def main() -> int:
+    program.begin("frontend_api")
+    program.keep_files_private()
     try:
         settings = config.load()
         used = settings.compiled != "never" and _use(settings)

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from controlplane.fleet import config
+from controlplane.fleet import config, program
 from controlplane.fleet.errors import InvalidInput
 from frontend_api import compiled
 
@@ -108,6 +108,7 @@ def _forget_old(builds: Path) -> None:
 
 
 def main() -> int:
+    program.begin("frontend_api.build")
     parser = argparse.ArgumentParser(
         prog="python -m frontend_api.build", description="Compile the router's modules for this Python."
     )

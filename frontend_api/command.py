@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import resource
 import socket
@@ -194,6 +195,14 @@ def bind(host: str, port: int) -> socket.socket:
         sock.bind(address)
         sock.listen(2048)
     except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+            raise InvalidInput(
+                f"{host} is no address of this machine: choose another with --host or TANDEM_BIND.", field="host"
+            ) from None
+        if error.errno == errno.EACCES:
+            raise InvalidInput(
+                f"Port {port} is for root alone: choose one above 1023 with --port or TANDEM_OPENAI_PORT.", field="port"
+            ) from None
         raise InvalidInput(
             f"Port {port} of {host} cannot be used ({error.strerror or error}): end what listens there, "
             "or choose another with --port or TANDEM_OPENAI_PORT.",

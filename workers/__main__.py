@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 from msgspec.structs import replace
 
-from controlplane.fleet import wire
+from controlplane.fleet import program, wire
 from controlplane.fleet.config import Config, load
 from controlplane.fleet.errors import Conflict, InvalidInput, TandemError
 from controlplane.fleet.model import EngineAssignment, GpuFacts, NodeFacts, Ports, Runtime
@@ -40,6 +40,8 @@ log = logging.getLogger("workers")
 
 
 def main() -> int:
+    program.begin("workers")
+    program.keep_files_private()
     parser = argparse.ArgumentParser(prog="python -m workers", description="The agent of one Tandem node.")
     parser.add_argument(
         "--join", metavar="URL", default="", help="control plane to join; the token is in TANDEM_JOIN_TOKEN"

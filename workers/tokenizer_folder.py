@@ -19,6 +19,7 @@ from controlplane.fleet import tokenizer_files
 from controlplane.fleet.errors import Unavailable
 from controlplane.fleet.model import Runtime
 from workers.cache_folder import Progress, Site, StepFailed, clean_environment, make_once
+from workers.record import write_private
 from workers.runtimes import EngineRuntime
 
 log = logging.getLogger(__name__)
@@ -122,9 +123,10 @@ def _digest_of_inputs(source: Path, template: str | None, options: Options, runt
 
 
 def _build(site: Site, source: Path, template: str | None, options: Options, runtime: EngineRuntime) -> None:
+    site.folder.chmod(0o700)  # what is copied may be for this user alone
     for name, content in read_files(source).items():
         (site.folder / name).parent.mkdir(exist_ok=True)
-        (site.folder / name).write_bytes(content)
+        write_private(site.folder / name, content)
     if runtime.kind is not Runtime.SIM:
         site.report(f"Reads the tokenizer of {source.name}.")
         argv = [str(runtime.python), "-I", str(_SCRIPT), str(source), str(site.folder)]
@@ -140,14 +142,16 @@ def _build(site: Site, source: Path, template: str | None, options: Options, run
     if options.template_kwargs:
         told["chat_template_kwargs"] = json.loads(options.template_kwargs)
     if told:
-        (site.folder / tokenizer_files.OPTIONS).write_text(json.dumps(told, ensure_ascii=False))
+        write_private(site.folder / tokenizer_files.OPTIONS, json.dumps(told, ensure_ascii=False).encode())
+    for path in site.folder.rglob("*"):  # also what the script has written
+        path.chmod(0o700 if path.is_dir() else 0o600)
 
 
 def _use(template: str, folder: Path) -> None:
     """A template given to the engine counts instead of all that come with the model."""
     shutil.rmtree(folder / tokenizer_files.TEMPLATES, ignore_errors=True)
-    (folder / "chat_template.jinja").write_text(template)
+    write_private(folder / "chat_template.jinja", template.encode())
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_bytes()) if path.is_file() else {}
     config.pop("chat_template", None)
-    path.write_text(json.dumps(config, ensure_ascii=False))
+    write_private(path, json.dumps(config, ensure_ascii=False).encode())

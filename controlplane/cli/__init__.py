@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from controlplane.cli import commands, prefixes
 from controlplane.cli.arguments import parser
 from controlplane.cli.client import Client
-from controlplane.fleet import config
+from controlplane.fleet import config, program
 from controlplane.fleet.errors import InvalidInput, TandemError
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -22,6 +22,7 @@ OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    program.begin("tandem")
     arguments = parser().parse_args(argv)
     try:
         settings = config.load()
@@ -34,16 +35,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not talks_rest:
             return prefixes.run(settings, arguments)
         with Client(settings.url, settings.api_key) as client:
-            return commands.COMMANDS[arguments.command](client, arguments)
+            code = commands.COMMANDS[arguments.command](client, arguments)
+            sys.stdout.flush()
+            return code
     except TandemError as error:
         named = error.field and error.field not in error.message
         first, *more = error.sentences
         return _complain(f"{error.field}: {first}" if named else first, FAILED, *more)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of a pipe, `| head`, has gone: no trace at interpreter exit either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # no trace at interpreter exit either
+        if isinstance(error, BrokenPipeError):  # the reader of a pipe, `| head`, has gone
+            return OK
+        return _complain(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", FAILED)
 
 
 def _complain(sentence: str, code: int, *more: str) -> int:

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, inspect
 
 from controlplane.fleet import addresses
 from controlplane.fleet.errors import InvalidInput
@@ -256,11 +256,19 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
     try:
         return msgspec.convert(values, Config, strict=False)
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$.")
-        field = path.rstrip("`")
+        field = str(error).partition(" - at `$.")[2].rstrip("`")
         variable = next(v for v in VARIABLES if v.field == field)
-        shown = "" if variable.secret else f" (it is {values.get(field)!r:.200})"
-        raise InvalidInput(f"{variable.name}: {message}{shown}. {variable.help}", field=variable.name) from None
+        shown = "" if variable.secret else f", not {values[field]!r:.60}"
+        raise InvalidInput(f"{variable.name}: write {_takes(field)}{shown}", field=variable.name) from None
+
+
+def _takes(field: str) -> str:
+    """What a variable without a check of its own takes, in words."""
+    kind = next(f.type for f in inspect.type_info(Config).fields if f.name == field)  # type: ignore[attr-defined]
+    if isinstance(kind, inspect.LiteralType):
+        *some, last = map(str, kind.values)
+        return f"{', '.join(some)} or {last}"
+    return f"a whole number from {kind.ge} to {kind.le}"
 
 
 def _named(name: str, check: Callable[[str], T], text: str) -> T:

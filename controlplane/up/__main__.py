@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
 from types import FrameType
 
 from controlplane.fleet import config as settings
+from controlplane.fleet import program
 from controlplane.fleet.errors import InvalidInput, TandemError, Unavailable
 from controlplane.up.screen import Screen
 from controlplane.up.stages import Stop, Up
@@ -37,7 +37,8 @@ class Signals:
 
 
 def main() -> int:
-    os.umask(0o077)  # whatever any program of ours writes is the owner's alone
+    program.begin("make up")
+    program.keep_files_private()
     signals = Signals()
     screen = Screen()
     try:

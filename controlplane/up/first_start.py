@@ -12,7 +12,7 @@ import sys
 import msgspec
 from msgspec import Struct
 
-from controlplane.fleet import config
+from controlplane.fleet import config, program
 from controlplane.fleet.wire import node_name_of_host
 from controlplane.up.state import StateFolder
 
@@ -59,15 +59,18 @@ def prepare(state: StateFolder) -> Prepared:
 
 
 def main() -> int:
+    program.begin("first_start")
+    program.keep_files_private()
     import django
     from django.db import DatabaseError
+
+    from controlplane import database
 
     try:
         django.setup()
         prepared = prepare(StateFolder(config.load().home_path()))
     except DatabaseError as error:
-        variable = "DATABASE_URL" if config.load().database_url else "TANDEM_HOME"
-        print(f"{variable}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(database.sentence(error), file=sys.stderr)
         return 1
     print(msgspec.json.encode(prepared).decode())
     return 0

@@ -38,7 +38,9 @@ class TokenizerStore:
         take seconds: for a thread."""
         digest = key.rpartition(":")[2]
         copy = self._root / digest
-        if path and Path(path).is_dir():
+        if (
+            path and Path(path).is_dir() and (not digest or os.access(path, os.R_OK | os.X_OK))
+        ):  # another user's agent's
             return Path(path)
         if not digest:
             raise Absent(f"there is no folder {path} on this machine, and no copy of the tokenizer is offered")

@@ -106,8 +106,12 @@ def test_a_killed_agent_leaves_its_engines_and_the_next_one_adopts_them(machine:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_agent_told_to_end_ends_its_engines(machine: Machine, number: signal.Signals) -> None:
     machine.want(assignment("p", Role.PREFILL), assignment("d", Role.DECODE))
+    ours = set(machine.home.rglob("*"))
     agent = machine.start()
     pids = [machine.until_warm("p").pid, machine.until_warm("d").pid]
+    files = set(machine.home.rglob("*")) - ours
+    assert len(files) > 8
+    assert not [path for path in files if not path.is_symlink() and path.stat().st_mode & 0o077], "the owner's alone"
     agent.send_signal(number)
     agent.communicate(timeout=60)
     assert agent.returncode == 0

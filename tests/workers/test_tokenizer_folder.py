@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from controlplane.fleet import tokenizer_files
 from controlplane.fleet.model import Runtime
 from workers import tokenizer_folder
+from workers.cache_folder import MARKER
 from workers.runtimes import EngineRuntime
 from workers.tokenizer_folder import Options, Tokenizer, read_files, read_options
 
@@ -54,6 +56,22 @@ def ensure(tmp_path: Path) -> Ensure:
         )
 
     return ensure
+
+
+def test_what_is_copied_is_for_its_user_alone(model: Path, tmp_path: Path, ensure: Ensure) -> None:
+    """A file that an option names may be so; what is made of it is never wider."""
+    template = tmp_path / "mine.jinja"
+    template.write_text("a secret prompt")
+    template.chmod(0o600)
+    before = os.umask(0o022)
+    try:
+        made = ensure(model, "--chat-template", str(template), "--chat-template-content-format", "string")
+    finally:
+        os.umask(before)
+    assert (made.folder / "chat_template.jinja").read_text() == "a secret prompt"
+    assert len(list(made.folder.rglob("*"))) > 4
+    files = [path for path in (made.folder, *made.folder.rglob("*")) if path.name != MARKER]
+    assert not [path for path in files if path.stat().st_mode & 0o077]
 
 
 def calls(tmp_path: Path) -> list[str]:

@@ -18,6 +18,7 @@ import uvicorn
 import uvloop
 import zmq
 
+from controlplane.fleet import program
 from controlplane.fleet.model import Role
 from workers.sim.app import App
 from workers.sim.engine import Engine
@@ -181,6 +182,7 @@ async def serve(settings: Settings) -> None:
 
 
 def main() -> int:
+    program.begin("workers.sim")
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     settings = parse_arguments(sys.argv[1:], os.environ.get("VLLM_API_KEY", ""))
     try:

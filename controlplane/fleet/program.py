@@ -1,4 +1,5 @@
-"""What a person sees of a failure that nobody foresaw: one sentence, and where the trace is. Never the trace itself."""
+"""How each of our programs begins: its files are its user's alone, and of a failure that nobody foresaw a person sees one
+sentence and where the trace is, never the trace itself."""
 
 from __future__ import annotations
 
@@ -14,13 +15,18 @@ from types import TracebackType
 from controlplane.fleet.errors import TandemError
 
 
-def install(program: str) -> None:
-    """From now on: what is not caught ends this program with a sentence on stderr, and no output fails on a character that
-    the terminal does not know. First of all in a program, before what reads the environment is imported."""
+def begin(program: str) -> None:
+    """From now on: what is not caught ends this program with exit code 1 and a sentence on stderr, and no output fails on a
+    character that the terminal does not know. First of all in a program, before what reads the environment is imported."""
     sys.excepthook = partial(_tell, program)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
+
+
+def keep_files_private() -> None:
+    """From now on whatever this program and its children write is for its user alone."""
+    os.umask(0o077)
 
 
 def _tell(program: str, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
