@@ -19,3 +19,8 @@ def entries(*, limit: int = 50, before: int | None = None) -> list[AuditEntry]:
     """The newest rows, or those older than the row `before`; newest first."""
     rows = AuditEntry.objects.order_by("-pk")
     return list(rows.filter(pk__lt=before)[:limit] if before else rows[:limit])
+
+
+def last_change(target: str) -> AuditEntry | None:
+    """The newest row about one thing."""
+    return AuditEntry.objects.filter(target=target).order_by("-pk").first()

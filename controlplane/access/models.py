@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from django.contrib.auth.models import User
 from django.db import models
@@ -44,6 +44,11 @@ class ApiKey(models.Model):
     @property
     def limits(self) -> Limits:
         return Limits(self.requests_per_minute, self.tokens_per_minute, self.concurrency, self.priority)
+
+    @property
+    def editable(self) -> dict[str, Any]:
+        """What `services.edit_key` changes, by its names."""
+        return {**self.limits._asdict(), "models": self.models_allowed, "expires_at": self.expires_at}
 
     def works(self) -> bool:
         """It opens its door now: neither revoked nor expired."""

@@ -95,13 +95,18 @@ def create_key(
 
 
 @transaction.atomic
-def limit_key(*, actor: Actor, key_id: str, changes: Mapping[str, int | None]) -> ApiKey:
-    """Set some of a key's limits anew (fields of `Limits`; None: unlimited). What is not named stays.
+def limit_key(
+    *, actor: Actor, key_id: str, changes: Mapping[str, int | None], seen: Mapping[str, Any] | None = None
+) -> ApiKey:
+    """Set some of a key's limits anew (fields of `Limits`; None: unlimited). What is not named stays. `seen`: fields as they
+    were when the change was made; where the key has others now, nothing is changed.
 
-    Raises `Forbidden`, `NotFound`, `Conflict` for a revoked key, or `InvalidInput` naming the field.
+    Raises `Forbidden`, `NotFound`, `Conflict` (a revoked key, or `seen`), or `InvalidInput` naming the field.
     """
     actor.require(Role.ADMIN)
     key = _locked(key_id)
+    if seen is not None and any(key.editable[field] != value for field, value in seen.items()):
+        raise Conflict(f"key {key_id} changed meanwhile; read it again", field="seen")
     limits = changed(key.limits, changes)
     _check_limited(key.scope, limits)
     told = {field: [old, new] for field, old, new in zip(Limits._fields, key.limits, limits, strict=True) if old != new}
@@ -114,14 +119,14 @@ def limit_key(*, actor: Actor, key_id: str, changes: Mapping[str, int | None]) -
 
 
 @transaction.atomic
-def edit_key(*, actor: Actor, key_id: str, changes: Mapping[str, Any]) -> ApiKey:
+def edit_key(*, actor: Actor, key_id: str, changes: Mapping[str, Any], seen: Mapping[str, Any] | None = None) -> ApiKey:
     """Change what a key may and until when: fields of `Limits`, `models` (served names; empty: all), `expires_at` (None:
-    never). What is not named stays; its secret does too.
+    never). What is not named stays; its secret does too. `seen`: as in `limit_key`.
 
-    Raises `Forbidden`, `NotFound`, `Conflict` for a revoked key, or `InvalidInput` naming the field.
+    Raises `Forbidden`, `NotFound`, `Conflict` (a revoked key, or `seen`), or `InvalidInput` naming the field.
     """
     limits = {field: value for field, value in changes.items() if field in Limits._fields}
-    key = limit_key(actor=actor, key_id=key_id, changes=limits)
+    key = limit_key(actor=actor, key_id=key_id, changes=limits, seen=seen)
     told: dict[str, Any] = {}
     if "models" in changes:
         models = sorted(set(changes["models"]))

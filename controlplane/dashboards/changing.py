@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from django.contrib import messages
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import redirect
 from django.urls import reverse
 from django.views.decorators.http import require_POST
+from msgspec.structs import asdict
 
 from controlplane.access.actors import actor_of
 from controlplane.dashboards import form
 from controlplane.dashboards.asking import ask, mistyped
-from controlplane.dashboards.deployments import Changes, overview, settings_page
+from controlplane.dashboards.clash import clash, was_seen
+from controlplane.dashboards.deployments import Changes, overview, routing_values, settings_page
 from controlplane.dashboards.page import is_htmx, page, signed_in
 from controlplane.deployments import queries, services
+from controlplane.fleet import spec
 from controlplane.fleet.errors import Conflict, InvalidInput
 from controlplane.fleet.model import Role
+from controlplane.fleet.wire import RoutingPolicy
+
+ROUTING_LABELS = {
+    "mode": "How an engine is chosen",
+    "affinity": "What keeps a session together",
+    "disaggregate": "Which prompts a prefill engine reads",
+    "on_prefill_failure": "When prefill gives no usable KV",
+    "local_below_tokens": "Decode reads prompts below",
+    "temperature": "Temperature of the choice",
+    "max_in_flight": "Requests at one engine",
+    "queue_limit": "Waiting requests",
+    "queue_seconds": "Longest wait, seconds",
+    "silence_seconds": "Engine's first byte, seconds",
+    "gap_seconds": "Silence inside a stream, seconds",
+}
 
 
 @signed_in
@@ -57,9 +78,9 @@ def change_document(request: HttpRequest, name: str) -> HttpResponse:
     The change is meant for the generation the reader saw: one that came between is a conflict, not lost.
     """
     actor = actor_of(request)
-    text = request.POST.get("yaml", "")
-    generation = request.POST.get("generation", "")
-    preview = request.POST.get("step") != "apply"
+    sent = request.POST
+    text, generation = sent.get("yaml", ""), sent.get("generation", "")
+    preview = sent.get("step") != "apply"
     try:
         document = form.parse_yaml(text)
         if document.get("name", name) != name:
@@ -69,14 +90,21 @@ def change_document(request: HttpRequest, name: str) -> HttpResponse:
         if not generation.isdigit():
             raise InvalidInput("generation: reload the page", field="generation")
         wanted = {"name": name, **document}
-        asks = not preview and "confirmed" not in request.POST
+        asks = not preview and "confirmed" not in sent
         applied = services.apply(actor=actor, document=wanted, generation=int(generation), dry_run=preview or asks)
         if asks and applied.stops:
             return ask(request, title="Apply this?", sentence=applied.stops, button="Apply", target="#changes")
         if asks:
             services.apply(actor=actor, document=wanted, generation=int(generation))
-    except (InvalidInput, Conflict) as error:
+    except InvalidInput as error:
+        changes = Changes(None, "\n".join(error.sentences))
+    except Conflict as error:
         changes = Changes(None, error.message)
+        row = queries.deployment_row(name)
+        if error.generation and not row.deployment.deleting_since:
+            base = form.parse_yaml(sent.get("seen", "") or text)
+            changes = Changes(None, error.message, clash(base, row.deployment.intent, _full(wanted), target=name))
+            generation = str(row.deployment.generation)
     else:
         if not preview:
             messages.success(request, f"{name} is changed; what runs follows.", extra_tags="link")
@@ -84,20 +112,34 @@ def change_document(request: HttpRequest, name: str) -> HttpResponse:
             return HttpResponse(status=204, headers={"HX-Redirect": target}) if is_htmx(request) else redirect(target)
         changes = Changes(applied)
     if is_htmx(request):
-        return page(request, "deployments/changes.html", {"changes": changes})
+        context = {"changes": changes, "row": queries.deployment_row(name)}
+        return page(request, "deployments/changes.html", context)
     return settings_page(request, queries.deployment_row(name), text, changes)
+
+
+def _full(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The document as it would be stored."""
+    return spec.document(spec.parse(document))
 
 
 @signed_in
 @require_POST
 def routing(request: HttpRequest, name: str) -> HttpResponse:
-    """Change the routing policy: applies at once, no engine restarts."""
+    """Change the routing policy: applies at once, no engine restarts. What somebody else changed in it meanwhile is a clash."""
+    actor, sent = actor_of(request), request.POST
+    row = queries.deployment_row(name)
+    text = form.yaml_of(row.deployment.intent)
+    base = was_seen(sent.get("seen", ""))
     try:
-        policy = form.routing_of(request.POST)
-        services.patch(actor=actor_of(request), name=name, changes={"routing": policy})
+        policy = form.routing_of(sent)
+        if base is not None:
+            mine = {**asdict(RoutingPolicy()), **{k: value for k, value in policy.items() if value is not None}}
+            if found := clash(base, routing_values(row), mine, target=name, labels=ROUTING_LABELS):
+                return settings_page(request, row, text, clash=found, sent=sent.dict())
+        generation = None if base is None else row.deployment.generation
+        services.patch(actor=actor, name=name, changes={"routing": policy}, generation=generation)
     except InvalidInput as error:
-        row = queries.deployment_row(name)
-        return settings_page(request, row, form.yaml_of(row.deployment.intent), refused=(request.POST, error))
+        return settings_page(request, row, text, refused=(sent.dict(), error))
     messages.success(
         request, "The routing policy is changed; routers follow with their next snapshot.", extra_tags="link"
     )

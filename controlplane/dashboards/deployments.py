@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 from django.http import HttpRequest, HttpResponse
 from django.utils import timezone
 from django.views.decorators.http import require_GET
+from msgspec.structs import asdict
 
 from controlplane.dashboards import form, lanes, looks
+from controlplane.dashboards.clash import Clash, seen
 from controlplane.dashboards.connect import connect
 from controlplane.dashboards.page import errors_of, page, problems_of, signed_in
 from controlplane.deployments import effects, queries
@@ -109,6 +111,8 @@ class Changes(NamedTuple):
 
     applied: Applied | None
     error: str = ""
+    clash: Clash | None = None
+    """Somebody else changed the document meanwhile."""
 
 
 def settings_page(
@@ -118,28 +122,39 @@ def settings_page(
     changes: Changes | None = None,
     refused: tuple[Mapping[str, str], InvalidInput] | None = None,
     confirm_error: str = "",
+    clash: Clash | None = None,
+    sent: Mapping[str, str] | None = None,
 ) -> HttpResponse:
     """`text`: the document as it stands in its field. `refused`: the routing policy as it was sent, and what is wrong in it.
-    `confirm_error`: what is wrong with the name that was typed to delete it."""
+    `confirm_error`: what is wrong with the name that was typed to delete it. `clash`: what somebody else changed in the routing
+    policy, `sent`, meanwhile."""
     values = {key.removeprefix("routing."): value for key, value in form.values_of(row.deployment.intent).items()}
     errors: dict[str, str] = {}
     problems: Sequence[TandemError] = ()
     if refused is not None:
         sent, error = refused
-        values |= {key: sent[key] for key in sent}
         problems = problems_of(error)
         errors = {field.removeprefix("routing."): said for field, said in errors_of(error).items()}
-    live, status = "deployments/head_live.html", 400 if errors or confirm_error else 200
+    values |= sent or {}
+    live, status = "deployments/head_live.html", 409 if clash else 400 if errors or confirm_error else 200
     context: dict[str, Any] = {
         "yaml": text,
         "changes": changes,
         "values": values,
         "errors": errors,
         "confirm_error": confirm_error,
+        "clash": clash,
+        "seen": seen(routing_values(row)),
+        "stored": form.yaml_of(row.deployment.intent),
     }
     context |= {"problems": problems, "elsewhere": [p for p in problems if not p.field]}
     context["stops"] = effects.of_deletion(row.deployment, row.spec)
     return tab_page(request, row, "settings", live, status=status, **context)
+
+
+def routing_values(row: DeploymentRow) -> dict[str, Any]:
+    """The routing policy, all fields, as its form is made from."""
+    return asdict(row.spec.routing)
 
 
 @signed_in

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from datetime import UTC, date, datetime, time
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from controlplane.access.limits import UNLIMITED, Limits, changed, parse_limit
 from controlplane.access.models import ApiKey
 from controlplane.access.roles import Role
 from controlplane.dashboards.asking import ask, mistyped
+from controlplane.dashboards.clash import Clash, clash, seen, was_seen
 from controlplane.dashboards.connect import Connect, connect
 from controlplane.dashboards.looks import Look
 from controlplane.dashboards.page import is_htmx, page, signed_in
@@ -34,7 +36,11 @@ _LABELS = {
     "tokens_per_minute": "Tokens a minute",
     "concurrency": "Requests at a time",
     "priority": "Priority",
+    "models": "Models",
+    "expires_at": "Expires",
 }
+_FORMS = {"limits": Limits._fields, "edit": ("models", "expires_at")}
+"""The editing forms of a key's page, and what each changes."""
 
 
 class Line(NamedTuple):
@@ -96,7 +102,9 @@ def _detail(
     values: Mapping[str, str] | None = None,
     refused: InvalidInput | None = None,
     confirm_error: str = "",
+    clashed: tuple[str, Clash] | None = None,
 ) -> HttpResponse:
+    """`clashed`: the form whose fields somebody else changed meanwhile, and how."""
     stored = {field: "" if value is None else str(value) for field, value in row.limits._asdict().items()}
     stored |= {"models": ", ".join(row.models_allowed), "expires": f"{row.expires_at:%F}" if row.expires_at else ""}
     values = {**stored, **(values or {})}
@@ -111,8 +119,24 @@ def _detail(
         "errors": {str(refused.field): _told(refused)} if refused else {},
         "stops": effects.of_revocation(row),
         "confirm_error": confirm_error,
+        "seen": {name: seen({field: row.editable[field] for field in fields}) for name, fields in _FORMS.items()},
+        "clashed": dict([clashed]) if clashed else {},
     }
-    return page(request, "keys/detail.html", context, status=400 if refused or confirm_error else 200)
+    status = 409 if clashed else 400 if refused or confirm_error else 200
+    return page(request, "keys/detail.html", context, status=status)
+
+
+def _change(request: HttpRequest, row: ApiKey, which: str, changes: dict[str, Any]) -> HttpResponse | None:
+    """Save one of the forms of `_FORMS`; a page where somebody else changed the same fields after it was opened."""
+    base = was_seen(request.POST.get("seen", ""))
+    if base is not None:
+        theirs = json.loads(seen({field: row.editable[field] for field in _FORMS[which]}))
+        mine = json.loads(seen({**theirs, **changes}))
+        if found := clash(base, theirs, mine, target=row.pk, labels=_LABELS):
+            return _detail(request, row, request.POST.dict(), clashed=(which, found))
+    now = {field: row.editable[field] for field in _FORMS[which]}
+    services.edit_key(actor=actor_of(request), key_id=row.pk, changes=changes, seen=None if base is None else now)
+    return None
 
 
 def _sentence(line: Line) -> str:
@@ -193,15 +217,16 @@ def _shown(request: HttpRequest, title: str, row: ApiKey, text: str, more: Mappi
 @require_POST
 def edit(request: HttpRequest, key: str) -> HttpResponse:
     """Set a key's models and the day of its end; no model named: all, no day: never."""
-    actor, form, row = actor_of(request), request.POST.dict(), services.get_key(key)
+    form, row = request.POST.dict(), services.get_key(key)
     try:
         day = _day(form.get("expires", ""))
         same = row.expires_at is not None and day == row.expires_at.date()  # its hour stays too
         expires_at = row.expires_at if same else datetime.combine(day, time.max, UTC) if day else None
         changes: dict[str, Any] = {"expires_at": expires_at}
         if row.scope == Scope.INFERENCE:
-            changes["models"] = _names(form.get("models", ""))
-        services.edit_key(actor=actor, key_id=key, changes=changes)
+            changes["models"] = sorted(set(_names(form.get("models", ""))))
+        if clashed := _change(request, row, "edit", changes):
+            return clashed
     except InvalidInput as error:
         return _detail(request, row, form, error)
     messages.success(request, f"{row.name} is changed; routers follow within seconds.", extra_tags="link")
@@ -223,11 +248,13 @@ def _names(text: str) -> list[str]:
 @require_POST
 def limit(request: HttpRequest, key: str) -> HttpResponse:
     """Set a key's limits; an empty field takes a limit away."""
-    actor, form = actor_of(request), request.POST.dict()
+    form, row = request.POST.dict(), services.get_key(key)
     try:
-        row = services.limit_key(actor=actor, key_id=key, changes=_limits_of(form))
+        limits = changed(row.limits, _limits_of(form))._asdict()
+        if clashed := _change(request, row, "limits", limits):
+            return clashed
     except InvalidInput as error:
-        return _detail(request, services.get_key(key), form, error)
+        return _detail(request, row, form, error)
     messages.success(request, f"The limits of {row.name} are saved; routers follow within seconds.", extra_tags="link")
     return redirect("key", key)
 

@@ -82,10 +82,10 @@ def apply(
             raise Conflict(f"{wanted.name} does not exist any more", field="generation")
         _check_served_name(wanted)
         created = None if dry_run else _create(actor, wanted)
-        return Applied(True, _changes({}, spec.document(wanted)), False, created)
+        return Applied(True, changes_between({}, spec.document(wanted)), False, created)
     _check_generation(row, generation)
     old = spec_of(row.intent)
-    changes = _changes(spec.document(old), spec.document(wanted))
+    changes = changes_between(spec.document(old), spec.document(wanted))
     new_engines = wanted.engine_part() != old.engine_part()
     if changes and wanted.served_name != old.served_name:
         _check_served_name(wanted)
@@ -113,7 +113,7 @@ def preview_scale(*, actor: Actor, name: str, role: Role, replicas: int, generat
 
 def _told_only(row: Deployment, wanted: DeploymentSpec) -> Applied:
     old = spec_of(row.intent)
-    changes = _changes(spec.document(old), spec.document(wanted))
+    changes = changes_between(spec.document(old), spec.document(wanted))
     stops = effects.of_change(old, wanted, serving=effects.is_serving(row))
     return Applied(False, changes, wanted.engine_part() != old.engine_part(), row, stops)
 
@@ -127,7 +127,7 @@ def patch(*, actor: Actor, name: str, changes: Mapping[str, Any], generation: in
     actor.require(Access.OPERATOR)
     row = _existing(name, generation)
     wanted = _patched(actor, row, changes)
-    found = _changes(spec.document(spec_of(row.intent)), spec.document(wanted))
+    found = changes_between(spec.document(spec_of(row.intent)), spec.document(wanted))
     if found:
         _change(actor, row, wanted, found, action="deployment.patch")
     return row
@@ -162,7 +162,7 @@ def scale(
             field="replicas",
             generation=row.generation,
         )
-    changes = _changes(spec.document(old), spec.document(wanted))
+    changes = changes_between(spec.document(old), spec.document(wanted))
     if changes:
         _change(actor, row, wanted, changes, action="deployment.scale")
     return row
@@ -320,13 +320,13 @@ def _merged(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
     return merged
 
 
-def _changes(old: Mapping[str, Any], new: Mapping[str, Any], at: str = "") -> list[Change]:
+def changes_between(old: Mapping[str, Any], new: Mapping[str, Any], at: str = "") -> list[Change]:
     """What differs between two documents, field by field in the order of their names."""
     found: list[Change] = []
     for key in sorted({*old, *new}):
         before, after = old.get(key), new.get(key)
         if isinstance(before, Mapping) or isinstance(after, Mapping):
-            found += _changes(before or {}, after or {}, f"{at}{key}.")
+            found += changes_between(before or {}, after or {}, f"{at}{key}.")
         elif before != after:
             found.append(Change(f"{at}{key}", before, after))
     return found

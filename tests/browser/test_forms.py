@@ -164,3 +164,22 @@ def test_all_errors_stand_at_their_fields_and_the_first_has_the_focus(page: Page
     page.get_by_role("button", name="Save routing").click()
     expect(page.get_by_label("Waiting requests")).to_be_focused()
     expect(page.locator(".field .error")).to_have_count(2)
+
+
+def test_two_editors_of_the_routing_see_both_versions(page: Page, web: Web) -> None:
+    sign_in(page, "operator")
+    page.goto(DEPLOYMENT + "settings/")
+    page.get_by_label("Waiting requests").fill("77")
+    web.django(
+        "from controlplane.access.roles import SYSTEM\nfrom controlplane.deployments import services\n"
+        "services.patch(actor=SYSTEM, name='smollm2', changes={'routing': {'mode': 'random'}})"
+    )
+    page.get_by_role("button", name="Save routing").click()
+    clash = page.get_by_role("group", name="tandem changed this")
+    expect(clash.get_by_role("row", name="Waiting requests")).to_have_text(re.compile(r"1000\s*77"))
+    expect(clash.get_by_role("row", name="How an engine is chosen")).to_have_text(re.compile(r"random\s*least-load"))
+    expect(page.get_by_label("Waiting requests")).to_have_value("77")
+    clash.get_by_role("button", name="Keep mine").click()
+    expect(page.get_by_role("alert")).to_contain_text("The routing policy is changed")
+    kept = intent(web)["routing"]
+    assert (kept["queue_limit"], kept.get("mode", "least-load")) == (77, "least-load")

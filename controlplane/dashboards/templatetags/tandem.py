@@ -156,6 +156,14 @@ def plural(number: int, noun: str) -> str:
 
 
 @register.filter
+def shown(value: Any) -> str:
+    """A value of a document in one line; None: its default."""
+    if value is None:
+        return "default"
+    return ", ".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
+
+
+@register.filter
 def without(message: str, name: str) -> str:
     """A message without the name that already stands before it: `smollm2: x` → `x`."""
     return message.removeprefix(f"{name}: ")

@@ -281,7 +281,7 @@ def test_a_document_is_previewed_then_applied_and_never_over_another_change() ->
     assert Deployment.objects.get().generation == 1  # previews change nothing
     assert document_change(client, yaml=more, generation="1", step="apply")[0] == 204
     assert Deployment.objects.get().intent["pools"]["decode"] == {"replicas": 3}
-    assert 'class="note tone-bad"' in document_change(client, yaml=longer, generation="1", step="apply")[1]
+    assert "Keep mine" in document_change(client, yaml=longer, generation="1", step="apply")[1]
     assert "max_model_len" not in Deployment.objects.get().intent
     assert "another deployment" in document_change(client, yaml=more.replace("smollm2", "other"), generation="2")[1]
 
