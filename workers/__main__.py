@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -22,21 +23,25 @@ from pathlib import Path
 import psutil
 from msgspec.structs import replace
 
-from controlplane.fleet import program, wire
+from controlplane.fleet import program
 from controlplane.fleet.config import Config, load
-from controlplane.fleet.errors import Conflict, InvalidInput, TandemError
+from controlplane.fleet.errors import Conflict, TandemError
 from controlplane.fleet.model import EngineAssignment, GpuFacts, NodeFacts, Ports, Runtime
 from workers import command, hardware, models, runtimes, tokenizer_folder
 from workers.agent import Agent
 from workers.app import WakeWorker
+from workers.claim import Claimant
 from workers.join import Identity, identify
 from workers.launch import Launcher, Progress
 from workers.logs import LogShipper, Source
 from workers.mailbox import RedisMailbox, connect
 from workers.record import Records, private_folder
 from workers.tokenizer_shelf import TokenizerShelf
+from workers.which_node import LOCK, choose_name, refuse_forsaken_engines
 
 log = logging.getLogger("workers")
+
+ADDRESS_GONE_SECONDS = 10.0
 
 
 def main() -> int:
@@ -52,10 +57,12 @@ def main() -> int:
         logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         for chatty in ("httpx", "httpcore", "kombu", "celery"):
             logging.getLogger(chatty).setLevel(logging.WARNING)
-        name = node_name(config)
-        folder = private_folder(private_folder(config.home_path()) / "agents" / name)
+        agents = private_folder(config.home_path()) / "agents"
+        name = choose_name(config.node_name, socket.gethostname(), agents)
+        folder = private_folder(agents / name)
         with lock(folder, name):
             stopping = catch_signals()
+            refuse_forsaken_engines(agents, name, sleep=until(stopping))
             identity = identify(
                 folder,
                 name=name,
@@ -71,18 +78,10 @@ def main() -> int:
     return 0
 
 
-def node_name(config: Config) -> str:
-    """Raises `InvalidInput` naming the variable."""
-    try:
-        return wire.checked_node_name(config.node_name or wire.node_name_of_host(socket.gethostname()))
-    except InvalidInput as error:
-        raise InvalidInput(f"TANDEM_NODE_NAME: {error.message.removeprefix('name: ')}", field="node_name") from None
-
-
 @contextlib.contextmanager
 def lock(folder: Path, name: str) -> Iterator[None]:
     """Holds the node's lock file. Raises `Conflict` while another agent does: two would fight over the same engines."""
-    with (folder / "agent.lock").open("a+") as file:
+    with (folder / LOCK).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -146,19 +145,25 @@ class Node:
             build=self._build,
             chance=random.SystemRandom(),
         )
+        self._claimant = Claimant(identity.name, redis, lock=folder / LOCK)
         self.agent = Agent(
             identity.name,
             mailbox=RedisMailbox(identity.name, redis),
             records=Records(folder / "engines"),
             launcher=launcher,
             facts=self._facts,
+            claimant=self._claimant,
         )
         self._shipper = LogShipper(identity.name, connect(identity.redis_url), self._logs)
         self._shelf = TokenizerShelf(identity.name, connect(identity.redis_url), self._tokenizers)
         self._worker = WakeWorker(identity.name, identity.redis_url, self.agent.wake, self.agent.report_now)
 
     def run(self, stopping: threading.Event) -> None:
-        """Serves until told to stop; then ends the engines, unless they are to be kept."""
+        """Serves until told to stop; then ends the engines, unless they are to be kept.
+
+        Raises `Conflict` where another agent is this node, or the node's address is gone: then its engines here are ended.
+        """
+        self.agent.await_claim(until(stopping))
         self.agent.recover()
         self._shipper.start()
         self._shelf.start(stopping)
@@ -166,21 +171,36 @@ class Node:
         loop = threading.Thread(target=self.agent.run, args=(stopping,), name="agent")
         loop.start()
         log.info("Node %s runs engines on %s.", self.agent.node, self._address)
-        stopping.wait()
+        while loop.is_alive() and not stopping.wait(1):
+            pass
+        stopping.set()
         self.agent.wake()
         loop.join()
-        if self._config.keep_engines:
+        if self._config.keep_engines and not self.agent.unfit:
             log.info("Engines go on (KEEP_ENGINES=1).")
         else:
             self.agent.stop_all()
         self._worker.stop()
         self._shipper.flush()
+        self._claimant.release()
         end_installers()
+        if self.agent.unfit:
+            raise Conflict(self.agent.unfit)
 
     def _read_facts(self) -> NodeFacts:
         pids = self.agent.engine_pids() if hasattr(self, "agent") else set()
+        if not hardware.has_address(self._address):
+            self._look_for_address()
         facts = hardware.read_facts(self._address, disk=self._cache, engine_pids=pids, runtimes=self._offered)
         return replace(facts, engine_ports=self._config.engine_port_range())
+
+    def _look_for_address(self) -> None:
+        time.sleep(ADDRESS_GONE_SECONDS)  # an interface that is restarted
+        if not hardware.has_address(self._address):
+            self.agent.give_up(
+                f"This node's address {self._address} is gone, so nobody reaches its engines: start the agent again (a service "
+                "manager does). It takes the address of now; if that is another one, it has to join again, with a token."
+            )
 
     def _offered(self, gpus: tuple[GpuFacts, ...]) -> tuple[Runtime, ...]:
         return offered(self._config.runtime, runtimes.installable(gpus))

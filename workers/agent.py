@@ -15,9 +15,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from controlplane.fleet.errors import Unavailable
+from controlplane.fleet.errors import Conflict, Unavailable
 from controlplane.fleet.model import EngineAssignment, NodeFacts, Observation
 from controlplane.fleet.wire import REPORT_EVERY, NodePlan, NodeReport
+from workers.claim import CLAIM_SECONDS, Claim, Claimant, already_running
 from workers.decide import Action, Held, Kill, Start, Stop, Update, decide
 from workers.engine import EngineRun, Pace
 from workers.launch import Launcher
@@ -49,6 +50,7 @@ class Agent:
         records: Records,
         launcher: Launcher,
         facts: Callable[[], NodeFacts],
+        claimant: Claimant | None = None,
         pace: Pace = Pace(),  # noqa: B008 (frozen)
         chance: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -58,6 +60,11 @@ class Agent:
         self._records = records
         self._launcher = launcher
         self._facts = facts
+        self._claimant = claimant
+        self._claimed_at = -REPORT_EVERY
+        self._outdone = False
+        self.unfit = ""
+        """Why this agent cannot go on: its engines here are to be ended."""
         self._pace = pace
         self._chance = chance or random.SystemRandom()
         self._clock = clock
@@ -88,6 +95,44 @@ class Agent:
     def runs(self) -> list[EngineRun]:
         return list(self._runs.values())
 
+    def await_claim(self, sleep: Callable[[float], None]) -> None:
+        """Until no other agent is this node, or Redis does not answer: then the claim is made when it does.
+
+        Raises `Conflict` when another stays it; what a copy of its state folder left running here is ended.
+        """
+        waited = 0.0
+        while (other := self._rival()) is not None:
+            if waited > 1.5 * CLAIM_SECONDS:
+                self._yield_to(other)
+                if not other.is_here:
+                    self.recover()
+                    self.stop_all()
+                raise Conflict(self.unfit)
+            waited += 1.0
+            sleep(1.0)
+
+    def give_up(self, why: str) -> None:
+        """Ends the loop. Called from any thread."""
+        self.unfit = self.unfit or why
+        self.wake()
+
+    def _yield_to(self, other: Claim) -> None:
+        self._outdone = True
+        self.give_up(already_running(self.node, other))
+
+    def _rival(self) -> Claim | None:
+        """Who has the claim, if not this agent; asked now and then."""
+        now = self._clock()
+        if self._claimant is None or now - self._claimed_at < REPORT_EVERY:
+            return None
+        try:
+            rival = self._claimant.renew()
+        except Unavailable:
+            return None
+        if rival is None:
+            self._claimed_at = now
+        return rival
+
     def recover(self) -> None:
         """Takes in what former agent processes left behind: running engines, and attempts that have ended."""
         attempts = list(self._records.attempts())
@@ -101,7 +146,7 @@ class Agent:
 
     def run(self, stopping: threading.Event) -> None:
         """Steps until told to stop. A step that fails is logged, and the next one is tried."""
-        while not stopping.is_set():
+        while not stopping.is_set() and not self.unfit:
             try:
                 self.one_step()
             except Exception:
@@ -112,6 +157,9 @@ class Agent:
 
     def one_step(self) -> None:
         """Gather, decide, apply, report."""
+        if (rival := self._rival()) is not None:
+            self._yield_to(rival)
+            return
         trouble = self._gather_plan()
         now = self._clock()
         held = [
@@ -202,6 +250,8 @@ class Agent:
 
     def _report(self) -> str:
         """Writes the report when something changed or the beat is due. Returns what is wrong, or nothing."""
+        if self._outdone:
+            return ""  # the other agent's reports are the node's
         observations = tuple(run.observation() for run in self._runs.values())
         seen = (self._applied, tuple(map(_lasting, observations)))
         now = self._clock()

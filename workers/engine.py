@@ -119,6 +119,10 @@ class EngineRun:
             self._launcher.promise(self.assignment.engine, self.assignment.attempt, record.ports)
         self._detail = "Found running after a restart of the agent."
         self._spawn()
+        if record.address and record.address != self._launcher.address:
+            self.stop(
+                f"this node's address is {self._launcher.address} now, and the engine listens on {record.address}"
+            )
 
     def update(self, assignment: EngineAssignment) -> None:
         """Takes in what may change while an engine runs: its peers, and what is doubted."""

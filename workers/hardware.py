@@ -37,14 +37,19 @@ def choose_address(configured: str, control_plane: str) -> str:
         node_address(address)
     except InvalidInput as error:
         raise InvalidInput(f"TANDEM_NODE_ADDRESS: {error.message}", field="node_address") from None
+    if not has_address(address):
+        raise InvalidInput(f"TANDEM_NODE_ADDRESS: {address} is not an address of this machine", field="node_address")
+    return address
+
+
+def has_address(address: str) -> bool:
+    """Whether it is an address of this machine now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.bind((address, 0))
         except OSError:
-            raise InvalidInput(
-                f"TANDEM_NODE_ADDRESS: {address} is not an address of this machine", field="node_address"
-            ) from None
-    return address
+            return False
+    return True
 
 
 def _is_loopback(host: str) -> bool:

@@ -8,6 +8,7 @@ ignored, so that programs of neighbouring versions understand each other. What n
 |---------------|----------------------|-------------------------------------------------------------------------|
 | NodePlan      | controller → agent   | key `tandem:node:<node>:plan`; Celery task `apply_plan` only wakes      |
 | NodeReport    | agent → controller   | key `tandem:node:<node>:report`                                         |
+| claim         | agent → agents       | key `tandem:node:<node>:agent`, expires: who is the node's one agent       |
 | tokenizer     | agent → routers      | key `tandem:node:<node>:tokenizer:<digest>`, expires after `TOKENIZER_TTL` seconds |
 | log lines     | agent → web          | stream `tandem:node:<node>:log:<engine>:<attempt>`, field `line`, capped |
 | FleetSnapshot | controller → routers | key `tandem:snapshot`; its version is published on the channel of the same name |

@@ -132,7 +132,7 @@ class Node:
         self.agent: Agent = None  # type: ignore[assignment]
         self.new_agent()
 
-    def new_agent(self) -> Agent:
+    def new_agent(self, *, recover: bool = True) -> Agent:
         """As if the agent process had been killed and started anew: its threads write nothing down any more."""
         if self.agent is not None:
             self.agent._records.save = lambda record: None  # type: ignore[method-assign]
@@ -155,7 +155,8 @@ class Node:
             facts=facts,
             pace=self.pace,
         )
-        self.agent.recover()
+        if recover:
+            self.agent.recover()
         return self.agent
 
     def want(self, *engines: EngineAssignment) -> None:
