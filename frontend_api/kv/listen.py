@@ -104,6 +104,9 @@ class Follower:
             if rank.wanted is not None:
                 self._wanted[source].set()
         for cache in self._evidence.caches.values():
+            if why := getattr(cache.tokens, "given_up", ""):
+                log.warning("%s: token ids are given up: %s.", cache.name, why)
+                cache.tokens, cache.no_tokens, cache.awaits_tokens = None, why, False
             if cache.tokens is None and cache.awaits_tokens and cache.tokenizer not in self._loading:
                 self._loading[cache.tokenizer] = asyncio.create_task(self._load_tokens(cache, cache.tokenizer))
 

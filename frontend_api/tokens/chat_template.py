@@ -1,13 +1,12 @@
 """A model's own chat template, rendered as the engine renders it: the same jinja2 environment, the same variables.
 
-Templates come from a model's folder and are not trusted: the sandbox gives them no attribute of Python's and no file. What
-the engine would refuse raises `Unrenderable`; nothing is repaired here. Written after `transformers` 5.19
+Templates come from a model's folder and are not trusted: the sandbox gives them no attribute of Python's and no file, and bounds
+what they take (`sandbox`). What the engine would refuse raises `Unrenderable`; nothing is repaired here. Written after `transformers` 5.19
 (`utils/chat_template_utils.py`) and vLLM 0.32 (`renderers/hf.py`).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from copy import deepcopy
 from datetime import datetime
@@ -18,9 +17,9 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from frontend_api.tokens.content_format import takes_parts
+from frontend_api.tokens.sandbox import UNCOMPILED, Refused, Sandbox, TooMuch, render
 
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 Message = dict[str, Any]
@@ -48,30 +47,17 @@ def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _now(form: str) -> str:
+    if len(form) > 200:
+        raise TooMuch
+    return datetime.now().strftime(form)
 
 
-_OF_DICTS = frozenset(dir(dict))
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, which finds `message.role` without first failing to find an attribute of that name."""
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute in obj and attribute not in _OF_DICTS:
-            return obj[attribute]
-        return super().getattr(obj, attribute)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    return _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+_EXTENSIONS: list[type[jinja2.ext.Extension]] = [_Generation, jinja2.ext.loopcontrols]
+MOST_STRIKES = 3.0
+"""Renderings that took too much, after which a template is given up …"""
+FORGIVEN = 0.05
+"""… less so many for each that did not."""
 
 
 class ChatTemplate:
@@ -86,18 +72,23 @@ class ChatTemplate:
     ) -> None:
         """`parts`: whether its content is a list of parts; None: as the template looks. `defaults`: variables that a request
         may set otherwise. Raises `jinja2.TemplateError` for a template that does not compile."""
-        environment = _environment()
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        self._template = environment.from_string(source)
+        self.source = source
+        self.strikes = 0.0
+        try:
+            self._compile(special_tokens, parts, defaults or {})
+        except UNCOMPILED as error:
+            raise Refused(f"it cannot be compiled: {type(error).__name__}") from None
+
+    def _compile(self, special_tokens: Mapping[str, str], parts: bool | None, defaults: Mapping[str, Any]) -> None:
+        source = self.source
+        environment = Sandbox(_EXTENSIONS, {"raise_exception": _raise, "strftime_now": _now})
+        self._template = environment.load(source)
         self._always = {**dict(self._template.globals), **special_tokens}
         tree = environment.parse(source)
-        self.source = source
         self.takes_parts = takes_parts(tree) if parts is None else parts
         """Its content is a list of parts; else it is one text."""
-        self._variables = jinja2.meta.find_undeclared_variables(_environment().parse(source))
-        self._always |= {name: value for name, value in (defaults or {}).items() if name in self._variables}
+        self._variables = jinja2.meta.find_undeclared_variables(Sandbox(_EXTENSIONS, {}).parse(source))
+        self._always |= {name: value for name, value in defaults.items() if name in self._variables}
         self._knows_developer = '"developer"' in source or "'developer'" in source
         self.system_first = self._wants_system_first()
         """It fails on a system message after the first: vLLM then merges them for `/v1/messages`."""
@@ -131,26 +122,34 @@ class ChatTemplate:
             "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         }
-        template = self._template
+        if self.given_up:
+            raise Unrenderable("the template was given up")
         try:
-            # what `template.render` does, which copies the globals anew each time: most of a short prompt's cost
-            context = jinja2.runtime.Context(template.environment, variables, template.name, template.blocks)
-            text = "".join(template.root_render_func(context))
+            text = render(self._template, variables, conversation)
+        except TooMuch:
+            self.strikes += 1
+            raise Unrenderable("the template takes too much time or room") from None
         except Exception as error:  # whatever a template trips over, the engine refuses the request
             raise Unrenderable(str(error)) from None
+        if self.strikes:
+            self.strikes = max(0.0, self.strikes - FORGIVEN)
         return _cut_at_tag(text, final, self.source) if continue_final_message else text
+
+    @property
+    def given_up(self) -> bool:
+        """It took too much time or room again and again."""
+        return self.strikes >= MOST_STRIKES
 
     def names(self, variable: str) -> bool:
         """Whether the template reads this variable."""
         return variable in self._variables
 
     def _wants_system_first(self) -> bool:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-        )
+        environment = Sandbox([jinja2.ext.loopcontrols], {})
         messages = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
         try:
-            environment.from_string(self.source).render(messages=messages, add_generation_prompt=False)
+            variables = {**environment.globals, "messages": messages, "add_generation_prompt": False}
+            render(environment.load(self.source), variables, messages)
         except jinja2.TemplateError:
             return True
         except Exception:  # vLLM does not start on such a template

@@ -54,9 +54,19 @@ class Segments:
             joined += found
         return joined
 
-    def encode(self, text: str) -> Ids[int]:
-        """The ids of a text, without the cache. Other threads run meanwhile."""
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    def encode(self, text: str, *, special: bool = False) -> Ids[int]:
+        """The ids of a text, without the cache. Other threads run meanwhile. `special`: with the model's own tokens around it.
+
+        Raises `ValueError` where the tokenizer's own patterns fail on it.
+        """
+        try:
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        except Exception:
+            raise
+        except BaseException as error:  # the library panics: no `Exception`, and it would end the process
+            if type(error).__name__ != "PanicException":
+                raise
+            raise ValueError("the tokenizer fails on this text") from None
         return array("I", encoding.ids)
 
     def _is_exact(self, cut: Cut) -> bool:

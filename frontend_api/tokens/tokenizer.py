@@ -34,6 +34,7 @@ MOST_BYTES = 8 << 20
 AT_ONCE_BYTES = 256 << 10
 """A larger body is not even read at once."""
 MARKS = 8
+TOO_MUCH = "its chat template takes too much time or room"
 
 
 _UNKNOWABLE = (Unknown, ValueError, TypeError, RecursionError)
@@ -69,6 +70,12 @@ class Tokenizer:
     @property
     def cached_bytes(self) -> int:
         return self._segments.bytes + self._asked.bytes
+
+    @property
+    def given_up(self) -> str:
+        """Why no more ids will come; empty: they may."""
+        templates = self._templates or ()
+        return TOO_MUCH if any(template.given_up for template in templates) else ""
 
     def token_ids(self, endpoint: Endpoint, body: bytes) -> Ids[int] | None:
         """The ids of the request's one prompt, however long that takes; None: they cannot be known here."""
@@ -132,8 +139,7 @@ class Tokenizer:
         if not special:
             return self._segments.ids(pieces)
         if self._around is None:
-            (encoding,) = self._tokenizer.encode_batch_fast(["".join(pieces)], add_special_tokens=True)
-            return array("I", encoding.ids)
+            return self._segments.encode("".join(pieces), special=True)
         before, after = self._around
         return before + self._segments.ids(pieces) + after
 
