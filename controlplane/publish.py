@@ -7,6 +7,7 @@ is away, every method raises `Unavailable`; the caller's next beat sends again. 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
@@ -42,6 +43,15 @@ class LogLines(NamedTuple):
     """Id of the last entry read; `0-0` before the first."""
     times: list[float]
     """When each line came, in seconds since 1970 by Redis's clock."""
+
+
+class Footprint(NamedTuple):
+    """What one node has in Redis now."""
+
+    keys: Mapping[str, int]
+    """Bytes of each key, by its name behind `wire.node_prefix`."""
+    connections: int = 0
+    connection_bytes: int = 0
 
 
 class Mail(NamedTuple):
@@ -89,8 +99,20 @@ class Publisher(Protocol):
     def forget_node(self, node: str) -> None:
         """Take the node's access away and delete its plan and report."""
 
+    def shut_out(self, node: str) -> None:
+        """Take the node's access away and delete everything that it stored."""
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes that Redis uses, and may use (0: no limit)."""
+
+    def footprints(self) -> dict[str, Footprint]:
+        """What each node has in Redis."""
+
+    def drop_keys(self, node: str, keys: Iterable[str]) -> None:
+        """Delete keys of a node, by their names behind its prefix."""
+
     def tail_log(self, key: str, lines: int) -> LogLines:
-        """The last lines of a log stream."""
+        """The last lines of a log stream. A stream that is larger than an agent makes one is not read (`Unavailable`)."""
 
     def follow_log(self, key: str, cursor: str, wait_seconds: float) -> LogLines:
         """Lines after the cursor, as soon as there are any; none after `wait_seconds`."""
@@ -195,10 +217,13 @@ class RedisPublisher:
         self._ensured[node] = digest
 
     def ensure_node_users(self, digests: Mapping[str, str]) -> None:
-        if not digests:
-            return
         with _unavailable():
             present = {name.decode() for name in self._redis.execute_command("ACL", "USERS")}
+            strangers = {name for name in present if name.startswith(wire.acl_user(""))} - set(
+                map(wire.acl_user, digests)
+            )
+            if strangers:  # their node is gone, or its access was taken away while a step was under way
+                self._redis.execute_command("ACL", "DELUSER", *strangers)
         for node, digest in digests.items():
             if wire.acl_user(node) not in present or self._ensured.get(node) != digest:
                 self.ensure_node_user(node, digest)
@@ -221,15 +246,59 @@ class RedisPublisher:
             self._redis.delete(wire.plan_key(node), wire.report_key(node), queue)
         self._ensured.pop(node, None)
 
+    def shut_out(self, node: str) -> None:
+        self.forget_node(node)
+        with _unavailable():
+            for keys in _batches(self._redis.scan_iter(match=wire.node_prefix(node) + "*", count=1000)):
+                self._redis.unlink(*keys)
+
+    def memory(self) -> tuple[int, int]:
+        with _unavailable():
+            told = self._redis.info("memory")
+        return int(told["used_memory"]), int(told.get("maxmemory", 0))
+
+    def footprints(self) -> dict[str, Footprint]:
+        sizes: dict[str, dict[str, int]] = {}
+        clients: dict[str, list[int]] = {}
+        prefix = wire.node_prefix("").removesuffix(":")
+        with _unavailable():
+            for keys in _batches(self._redis.scan_iter(match=prefix + "*", count=1000)):
+                pipeline = self._redis.pipeline(transaction=False)
+                for key in keys:  # all of it: of a part of a key, a node could choose which
+                    pipeline.memory_usage(key, samples=0)
+                for key, size in zip(keys, pipeline.execute(), strict=True):
+                    node, _, rest = key.decode("utf-8", "replace").removeprefix(prefix).partition(":")
+                    sizes.setdefault(node, {})[rest] = int(size or 0)
+            for client in self._redis.client_list():
+                if (user := client.get("user", "")).startswith(wire.acl_user("")):
+                    found = clients.setdefault(user.removeprefix(wire.acl_user("")), [])
+                    found.append(int(client.get("tot-mem") or client.get("qbuf", 0)))
+        return {
+            node: Footprint(sizes.get(node, {}), len(clients.get(node, ())), sum(clients.get(node, ())))
+            for node in sizes.keys() | clients.keys()
+        }
+
+    def drop_keys(self, node: str, keys: Iterable[str]) -> None:
+        with _unavailable():
+            self._redis.unlink(*(wire.node_prefix(node) + key for key in keys))
+
     def tail_log(self, key: str, lines: int) -> LogLines:
         with _unavailable():
+            self._check_log(key)
             entries = self._redis.xrevrange(key, count=lines)
         return _log_lines(list(reversed(entries)), "0-0")
 
     def follow_log(self, key: str, cursor: str, wait_seconds: float) -> LogLines:
         with _unavailable():
+            self._check_log(key)
             found = self._patient.xread({key: cursor}, count=wire.LOG_MAXLEN, block=max(1, int(wait_seconds * 1000)))
         return _log_lines(found[0][1] if found else [], cursor)
+
+    def _check_log(self, key: str) -> None:
+        if int(self._redis.memory_usage(key, samples=0) or 0) > wire.LOG_BYTES:
+            raise Unavailable(
+                f"this log takes more than {wire.LOG_BYTES >> 20} MiB in Redis: its node does not keep to its limits"
+            )
 
     @cached_property
     def _celery(self) -> Celery:
@@ -252,6 +321,9 @@ class InMemoryPublisher:
         self.topics: list[str] = []
         self.users: dict[str, str] = {}
         self.logs: dict[str, list[str]] = {}
+        self.stored: dict[str, Footprint] = {}
+        """What nodes have in Redis."""
+        self.dropped: dict[str, list[str]] = {}
         self.away = False
         """Redis cannot be reached."""
 
@@ -305,6 +377,22 @@ class InMemoryPublisher:
         self._reach()
         for known in (self.users, self.plans, self.reports):
             known.pop(node, None)
+
+    def shut_out(self, node: str) -> None:
+        self.forget_node(node)
+        self.stored.pop(node, None)
+
+    def memory(self) -> tuple[int, int]:
+        self._reach()
+        return sum(sum(footprint.keys.values()) for footprint in self.stored.values()), 0
+
+    def footprints(self) -> dict[str, Footprint]:
+        self._reach()
+        return dict(self.stored)
+
+    def drop_keys(self, node: str, keys: Iterable[str]) -> None:
+        self._reach()
+        self.dropped.setdefault(node, []).extend(keys)
 
     def tail_log(self, key: str, lines: int) -> LogLines:
         self._reach()
@@ -381,6 +469,26 @@ def _sort(mail: Mail, name: str, data: bytes) -> None:
 
 
 def _log_lines(entries: list[Any], cursor: str) -> LogLines:
-    lines = [fields.get(b"line", b"").decode("utf-8", "replace") for _, fields in entries]
+    lines = [_line(fields.get(b"line", b"")) for _, fields in entries]
     times = [int(entry.partition(b"-")[0]) / 1000 for entry, _ in entries]  # an id begins with milliseconds
     return LogLines(lines, entries[-1][0].decode() if entries else cursor, times)
+
+
+_LINE_MARGIN = 16
+"""Bytes by which an agent's own remark lengthens a line that it has cut."""
+
+
+def _line(data: bytes) -> str:
+    """A log line as its agent should have sent it: short, and without what would command a terminal."""
+    text = data[: wire.LOG_LINE_BYTES + _LINE_MARGIN].decode("utf-8", "replace")
+    return text if text.isprintable() else _CONTROLS.sub("\ufffd", text)
+
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
+
+
+def _batches(keys: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """A thousand at a time."""
+    keys = iter(keys)
+    while batch := list(islice(keys, 1000)):
+        yield batch

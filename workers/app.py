@@ -29,6 +29,7 @@ def make_app(node: str, redis_url: str) -> Celery:
         task_default_queue=queue_name(node),
         broker_transport_options={
             "global_keyprefix": node_prefix(node),
+            "ack_emulation": False,  # its lock is a script, and a lost wake-up costs a second: the node may run no scripts
             "socket_connect_timeout": 5,
             "socket_keepalive": True,
         },

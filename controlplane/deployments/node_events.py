@@ -34,6 +34,15 @@ def tell_joined(joined: Joined) -> None:
         tell(joined.name, "joined", f"{joined.name} joined, at {joined.address}.", actor=joined.allowed_by)
 
 
+def tell_cut_off(name: str, why: str) -> None:
+    """A node's access has been taken away."""
+    tell(
+        name,
+        "cut-off",
+        f"{name} {why}: its access is taken away. If you trust it, let it join again with a token made for it.",
+    )
+
+
 def tell_refusals(nodes: Iterable[Node]) -> None:
     """Of nodes whose reports cannot be read since now, for another reason, or can be read again."""
     for node in nodes:

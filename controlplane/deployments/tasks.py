@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
+from celery.signals import worker_ready
 from django.utils import timezone
 from kombu.exceptions import OperationalError
 
 from controlplane import publish
 from controlplane.celery import app
 from controlplane.deployments import loop
+from controlplane.deployments.guard import Guard
 
 log = logging.getLogger(__name__)
 
@@ -18,6 +21,12 @@ log = logging.getLogger(__name__)
 def reconcile() -> None:
     """One step of the reconcile loop."""
     loop.one_step(timezone.now(), publish.current())
+
+
+@worker_ready.connect
+def _guard(sender: Any, **_: Any) -> None:
+    if getattr(sender, "app", None) is app:
+        Guard(publish.current()).start()
 
 
 def wake() -> None:

@@ -15,7 +15,7 @@ from django.utils import timezone
 from controlplane import publish
 from controlplane.access import audit
 from controlplane.access.once import Once
-from controlplane.access.roles import Actor, Role
+from controlplane.access.roles import SYSTEM, Actor, Role
 from controlplane.fleet.errors import Conflict, Forbidden, InvalidInput, NotFound, Unavailable
 from controlplane.fleet.lifecycle import HOLDS_NODE
 from controlplane.fleet.wire import checked_node_name
@@ -124,6 +124,16 @@ def join(
     publisher.ensure_node_user(name, node.redis_digest)
     transaction.on_commit(lambda: _changed(name), robust=True)
     return Joined(name, url, node.address, took_over, row.created_by)
+
+
+@transaction.atomic
+def cut_off(*, name: str, why: str) -> None:
+    """Take away the access of a node that misuses it, and what it stored; its row and its engines' stay. `why`: as `node <name> …`.
+    It comes back by a token made for its name. A node that is not there any more loses what it stored. Raises `Unavailable`."""
+    if Node.objects.filter(name=name).update(redis_digest="", report_error=f"It {why}; its access is taken away"[:300]):
+        audit.record(actor=SYSTEM, action="node.cut_off", target=name, why=why)
+    publish.current().shut_out(name)
+    transaction.on_commit(lambda: _changed(name), robust=True)
 
 
 def cordon(*, actor: Actor, name: str) -> Node:

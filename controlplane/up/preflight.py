@@ -11,8 +11,9 @@ import itertools
 import os
 import shutil
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -98,6 +99,21 @@ def memory_limit() -> int:
     with contextlib.suppress(OSError, ValueError):
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return total
+
+
+def own_redis(memory: Mapping[str, Any]) -> list[str]:
+    """Warnings about a Redis that is not the embedded one; `memory`: what it says of its memory."""
+    warnings = []
+    if not int(memory.get("maxmemory", 0)):
+        warnings.append(
+            "REDIS_URL: that server has no limit of memory, so one node can fill its machine; set maxmemory 1gb or more."
+        )
+    policy = str(memory.get("maxmemory_policy", "noeviction"))
+    if policy != "noeviction":
+        warnings.append(
+            f"REDIS_URL: that server's maxmemory-policy is {policy}, which throws away what is needed; set it to noeviction."
+        )
+    return warnings
 
 
 def ports(config: Config, redis_addresses: Iterable[str] = ()) -> list[str]:

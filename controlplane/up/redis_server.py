@@ -103,6 +103,11 @@ def _free(address: str, port: int) -> bool:
     return True
 
 
+def memory_bytes(machine: int) -> int:
+    """What Redis may take of a machine with so many bytes: a quarter, from 1 to 8 GiB."""
+    return min(max(machine // 4, 1 << 30), 8 << 30)
+
+
 def configuration(server: EmbeddedRedis, folder: Path) -> str:
     """The text of `redis.conf`. Holds the password: mode 0600."""
     return "\n".join(
@@ -119,6 +124,13 @@ def configuration(server: EmbeddedRedis, folder: Path) -> str:
             "appendfsync everysec",
             'save ""',
             "tcp-keepalive 60",
+            # Full means full: nothing is thrown away, as what is stored is needed. Nodes that fill it are cut off
+            # (`deployments/guard.py`); that works while it is full.
+            f"maxmemory {memory_bytes(psutil.virtual_memory().total)}",
+            "maxmemory-policy noeviction",
+            "proto-max-bulk-len 64mb",
+            "client-query-buffer-limit 128mb",
+            "lazyfree-lazy-user-del yes",
             "",
         )
     )

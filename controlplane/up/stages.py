@@ -5,6 +5,7 @@ Everything waits in one thread. `Stop`, raised by a signal handler wherever it w
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import resource
@@ -12,9 +13,10 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -154,6 +156,9 @@ class Up:
                     "Start it or correct the URL; without REDIS_URL Tandem starts a Redis of its own."
                 ) from None
             self.screen.stage("Redis", f"yours, {info}")
+            with contextlib.suppress(redis.RedisError):
+                for warning in preflight.own_redis(_redis_memory(self.redis_url)):
+                    self.screen.say(f"    {warning}", "yellow")
             return
         self.supervisor.begin("redis")
         self._await("redis", lambda: bool(_redis_info(self.redis_url)))
@@ -293,6 +298,15 @@ def _redis_info(url: str) -> str:
     finally:
         client.close()
     return f"{info.get('server_name', 'redis').capitalize()} {info.get('valkey_version') or info['redis_version']}"
+
+
+def _redis_memory(url: str) -> Mapping[str, Any]:
+    client = redis.Redis.from_url(url, socket_timeout=3, socket_connect_timeout=3)
+    try:
+        told: Mapping[str, Any] = client.info("memory")
+    finally:
+        client.close()
+    return told
 
 
 def _size(count: float) -> str:

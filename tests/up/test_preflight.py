@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -153,3 +154,18 @@ def test_stand_ins_need_neither_cache_nor_memory(tmp_path: Path, monkeypatch: py
     home, cache = str(tmp_path), str(tmp_path / "cache")
     assert preflight.machine(Config(runtime="sim", home=home, cache=cache)) == []
     assert len(preflight.machine(Config(runtime="auto", home=home, cache=cache))) == 2
+
+
+@pytest.mark.parametrize(
+    ("memory", "said"),
+    [
+        ({"maxmemory": 1 << 30, "maxmemory_policy": "noeviction"}, []),
+        ({"maxmemory": 0, "maxmemory_policy": "noeviction"}, ["set maxmemory"]),
+        ({"maxmemory": 1 << 30, "maxmemory_policy": "allkeys-lru"}, ["noeviction"]),
+        ({}, ["set maxmemory"]),
+    ],
+)
+def test_a_redis_of_ones_own_is_warned_of_where_one_node_could_fill_it(memory: dict[str, Any], said: list[str]) -> None:
+    warnings = preflight.own_redis(memory)
+    assert len(warnings) == len(said)
+    assert all(text in warning and "REDIS_URL" in warning for text, warning in zip(said, warnings, strict=True))
