@@ -64,7 +64,7 @@ class Claimant:
         """Lets the next agent in at once, if Redis answers."""
         try:
             if self._read() == self._mine:
-                self._client.delete(self._key)
+                self._client.unlink(self._key)
         except redis.RedisError:
             return
 

@@ -64,10 +64,10 @@ def identify(
 ) -> Identity:
     """This node's identity: the stored one, or a new one by the token (waiting until the control plane is up).
 
-    `address`: on which its engines will listen, by the control plane's URL. With a token at hand the node joins anew where Redis refuses the stored login,
-    or is gone and another control plane is named, or where its address is another by now; it shows that it is the same node,
-    and so keeps its engines. While the name seems in use, a stored login that Redis takes again, as after a restart of all, is
-    the quicker way back; a stored login that Redis takes is also kept where the control plane refuses the token.
+    `address`: on which its engines will listen, by the control plane's URL. With a token at hand the node joins anew where Redis
+    refuses the stored login, or is gone and another control plane is named, or where its address is another by now; it shows
+    that it is the same node, and so keeps its engines. While the name seems in use, a stored login that Redis takes again, as
+    after a restart of all, is the quicker way back; a login that works is also kept where the control plane refuses the token.
 
     Raises `InvalidInput` where something is missing, `Forbidden` when the token is refused.
     """

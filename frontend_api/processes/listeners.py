@@ -19,6 +19,7 @@ import redis as plain
 import redis.asyncio as redis
 from redis.exceptions import RedisError, ResponseError
 
+from controlplane.fleet.tokenizer_files import MAX_PACKED_BYTES
 from controlplane.fleet.wire import (
     REQUESTS_MAXLEN,
     REQUESTS_STREAM,
@@ -56,12 +57,13 @@ def connect(url: str) -> redis.Redis:
 
 
 def fetcher(url: str) -> Callable[[str], bytes | None]:
-    """Reads one key's value, for a thread: opens a connection each time. Raises `OSError` when Redis is away."""
+    """Reads one key's value, of a tokenizer at most, for a thread: opens a connection each time. Raises `OSError` when Redis is away."""
 
     def fetch(key: str) -> bytes | None:
         try:
             with plain.Redis.from_url(url, socket_timeout=30.0, socket_connect_timeout=3.0) as client:
-                return cast(bytes | None, client.get(key))
+                # Its node may have stored anything there: no more of it is fetched than will be read.
+                return cast(bytes, client.getrange(key, 0, MAX_PACKED_BYTES)) or None
         except RedisError as error:
             raise OSError(f"Redis does not answer ({type(error).__name__})") from None
 
