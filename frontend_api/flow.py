@@ -28,7 +28,7 @@ from frontend_api.kv.evidence import Prompt
 from frontend_api.routing.choice import Choice, choose, explain_costs
 from frontend_api.routing.costs import Need, Weighed, fetched
 from frontend_api.routing.loads import Loads
-from frontend_api.routing.outcomes import OVERLOAD, Failure, Outcomes, computed_itself
+from frontend_api.routing.outcomes import BROKE_OFF, OVERLOAD, Failure, Outcomes, computed_itself
 from frontend_api.routing.reason import Reason
 from frontend_api.routing.view import Deployment, Engine, Health, carrying
 from frontend_api.steps import (
@@ -318,7 +318,7 @@ class Serving:
             outcome = yield Decode(engine, None, self.fresh)
             if isinstance(outcome, Began):
                 in_background = self.alone is Reason.BACKGROUND  # it is answered as soon as it is queued
-                self._answered(engine)
+                self._answered(engine, whole=outcome.whole)
                 reader.read(learn=outcome.token and not outcome.whole, announced=not outcome.token or in_background)
                 if not outcome.whole:
                     self._ended(engine, outcome, (yield None))
@@ -405,7 +405,7 @@ class Serving:
             if isinstance(answer, Lost) and not answer.sent:
                 trace.stranded += 1
             if isinstance(answer, Began):
-                self._answered(decode)
+                self._answered(decode, whole=answer.whole)
                 reader.load.release()
                 writing.computed()
                 if prompt is not None and answer.token:
@@ -480,11 +480,11 @@ class Serving:
 
     # ---- what the legs show
 
-    def _answered(self, engine: Engine) -> None:
-        """Its good answer begins. What failed on the way to it was no fault of the request."""
+    def _answered(self, engine: Engine, *, whole: bool = True) -> None:
+        """Its good answer is there, or begins. What failed on the way to it was no fault of the request."""
         engine.answered()
         if self.outcomes.troubles:
-            self.outcomes.worked(engine)
+            self.outcomes.worked(engine, whole=whole)
         for failure in self.trace.tried:
             overload = failure.what in ("status-429", "status-503")
             if not (overload and (failure.prefill is None or failure.engine is not engine)):
@@ -581,6 +581,10 @@ class Serving:
         if isinstance(outcome, Ended):
             now = self.clock()
             engine.step.learn(outcome.steps, outcome.seconds, now)
+            if not outcome.whole:
+                self.outcomes.blame(Failure(engine, BROKE_OFF), self.deployment, now)
+            elif self.outcomes.troubles:
+                self.outcomes.worked(engine)
             if not began.token and outcome.steps and self.prompt is not None:
                 self.prompt.computed(engine, now)  # not when it was announced: it may have waited for long
 

@@ -27,6 +27,8 @@ MAX_ERROR = 1 << 20
 """The same of an error."""
 LONGEST_RETRY = 3_600.0
 """Seconds after which an engine may ask to be asked again."""
+MAX_ANNOUNCEMENT = 256 << 10
+"""Bytes of a stream before its first token that wait for it."""
 _WHOLE = steps.Began(whole=True)
 _STREAM_HEADERS = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 
@@ -159,7 +161,8 @@ class AnswerLeg:
         if not events and not over:
             return
         if not exchange.account.streamed:
-            if reader.failed and not reader.texts:  # the client has no byte yet: it gets a plain error
+            announced = reader.announced
+            if reader.failed and announced:  # the client has no byte yet: it gets a plain error
                 self._status, body = openai.event_error(events)
                 exchange.account.reader = None
                 if exchange.leg is not None:
@@ -175,8 +178,9 @@ class AnswerLeg:
                 exchange.advance(steps.Replied(502, openai.error_body(problem)))
                 return
             early = exchange.endpoint.shape is Shape.RESPONSES and not reader.texts
-            if early and self._fetches and not over:
+            if announced and self._fetches and not over and self._size < MAX_ANNOUNCEMENT:
                 self._parts.append(events)
+                self._size += len(events)
                 return
             if self._parts:
                 events = b"".join([*self._parts, events])
@@ -209,7 +213,8 @@ class AnswerLeg:
             exchange.account.reader = None
             exchange.advance(steps.Lost(Broken.RESET, True))
         elif reader.over:
-            exchange.advance(steps.Ended(*(exchange.account.written() if not exchange.held_back else (0, 0.0))))
+            count, seconds = exchange.account.written() if not exchange.held_back else (0, 0.0)
+            exchange.advance(steps.Ended(count, seconds, whole=not reader.failed))
         else:
             self._break_off("The engine ended the stream before the answer was whole.")
 
@@ -233,7 +238,7 @@ class AnswerLeg:
         rest = account.reader.waiting() if account.reader is not None else b""
         event = openai.error_event(Problem(502, "stream_truncated", message), exchange.endpoint.shape)
         exchange.connection.send(rest + event, last=True)
-        exchange.advance(steps.Ended())
+        exchange.advance(steps.Ended(whole=False))
 
 
 def _retry_after(headers: list[tuple[bytes, bytes]]) -> float | None:

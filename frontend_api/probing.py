@@ -28,6 +28,7 @@ from frontend_api.formats.openai import (
 from frontend_api.http.ask import Reply, ask
 from frontend_api.http.upstream import Broken, Upstreams
 from frontend_api.routing.outcomes import (
+    BROKE_OFF,
     LONGEST_BLOCK,
     OVERLOAD,
     Failure,
@@ -44,6 +45,7 @@ PROBE_SECONDS = 15.0
 LOOK_SECONDS = 0.2
 AT_ONCE = 4
 FEW_WORDS = 8
+STREAM_TOKENS = 16
 TRIES = 4
 """Of a prompt that is too long for an engine, half as long each time."""
 _TEXT, _CHAT = ENDPOINTS["/v1/completions"], ENDPOINTS["/v1/chat/completions"]
@@ -207,6 +209,15 @@ class Prober:
             reply = await self._post(engine, _TEXT.path, prefill_body(_TEXT, self._body(model, FEW_WORDS)))
             if isinstance(reply, Reply) and reply.status == 200:
                 return None if read_params(reply.body) is not None else Failure(engine, "no-params")
+        if trouble.failure.what == BROKE_OFF:
+            text = self._prompt(FEW_WORDS)
+            body = _json(model, prompt=text, stream=True, max_tokens=STREAM_TOKENS, ignore_eos=True)
+            reply = await self._post(engine, _TEXT.path, body)
+            if isinstance(reply, Reply) and reply.status == 200:
+                good = reply.body.rstrip().endswith(b"data: [DONE]") and b'"error"' not in reply.body
+                return None if good else Failure(engine, BROKE_OFF)
+            if reply is Broken.RESET or reply is Broken.PROTOCOL:
+                return Failure(engine, BROKE_OFF)
         return await self._alone(engine, model)
 
     async def _alone(self, engine: Engine, model: str) -> Failure | None:
@@ -287,7 +298,7 @@ class Prober:
 
 
 def _json(model: str, **fields: Any) -> bytes:
-    return json.dumps({"model": model, **fields, "max_tokens": 1, "temperature": 0}).encode()
+    return json.dumps({"model": model, "max_tokens": 1, "temperature": 0, **fields}).encode()
 
 
 def _what(reply: Reply | Broken) -> str | None:

@@ -64,12 +64,13 @@ class EventReader:
     """
 
     __slots__ = (
-        "_after", "_alike", "_at", "_before", "_end", "_ending", "_held", "_left", "_mark", "_tries", "_unasked",
+        "_after", "_alike", "_at", "_before", "_end", "_ending", "_held", "_left", "_mark", "_role", "_tries", "_unasked",
         "done", "failed", "fingerprint", "texts", "usage",
     )  # fmt: skip
 
     def __init__(self, shape: Shape, usage: Usage, *, unasked: bool = False, fingerprint: bytes = b"") -> None:
         self._mark = _TEXT[shape]
+        self._role = int(shape is Shape.CHAT)
         self._end = _ENDS.get(shape, b"[DONE]")
         self._held = b""
         self._unasked = unasked
@@ -100,6 +101,11 @@ class EventReader:
     def empty(self) -> bool:
         """It ended without what even an answer of no words has: one event of a choice."""
         return self.done and not self.texts and not self.failed and self._end == b"[DONE]" and self._mark != b"data:"
+
+    @property
+    def announced(self) -> bool:
+        """Nothing has come yet but what stands before the first token: vLLM writes that also where an error follows."""
+        return self.texts <= self._role
 
     def feed(self, data: bytes) -> bytes:
         """The whole events that are complete now, ready to relay. Raises `EventTooLong`."""

@@ -5,6 +5,7 @@ small exchange. What a failure was worth is known when its request ends:
 
 * The request was answered another way: the failure counts. `ENOUGH` of them in a row, of different requests, and the engine
   or pair is out.
+* A stream that breaks off after its first token can go no other way: it counts as well.
 * Nobody could answer it: it may be the request that breaks engines, so it does not count. Only the probe can tell.
 * A leg that had KV to fetch says nothing about one engine alone: it counts for the pair. When all pairs of an engine fail, and
   its partners work with others, that engine is at fault, and pairs of it that nobody has tried yet are out too.
@@ -43,6 +44,7 @@ OVERLOAD = (429, 503)
 """What an engine answers that has too much to do."""
 KEY_REFUSED = (401, 403)
 """What an engine answers that does not take the router's key."""
+BROKE_OFF = "broke-off"
 _WORDS = {
     "silent": "did not answer in time",
     "reset": "closed the connection before its answer was whole",
@@ -52,6 +54,7 @@ _WORDS = {
     "connect-timeout": "takes no connection: nothing answers at its address",
     "no-params": "answered without KV transfer parameters",
     "computed": "computed the prompt itself and took no KV",
+    BROKE_OFF: "broke its streams off before they were whole",
     "no-token": "answered a probe without a token",
 }
 
@@ -164,14 +167,16 @@ class Outcomes:
 
     # ---- what requests tell
 
-    def worked(self, engine: Engine, prefill: Engine | None = None) -> None:
-        """A leg gave what it should. `prefill`: with that engine's KV."""
+    def worked(self, engine: Engine, prefill: Engine | None = None, *, whole: bool = True) -> None:
+        """A leg gave what it should. `prefill`: with that engine's KV. `whole`: False: its stream has only begun."""
         if prefill is not None:
             self._turn += 1
             self._working[prefill, engine] = self._turn
-        trouble = self.troubles.pop((prefill, engine), None)
-        if trouble is not None and trouble.out:
-            self._back(trouble)
+        trouble = self.troubles.get((prefill, engine))
+        if trouble is not None and (whole or trouble.failure.what != BROKE_OFF):
+            del self.troubles[prefill, engine]
+            if trouble.out:
+                self._back(trouble)
         if not self.troubles:
             self._working.clear()
 

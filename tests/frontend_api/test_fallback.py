@@ -47,7 +47,7 @@ STREAMS = {
     "/v1/responses": [
         CREATED, named("response.output_text.delta", delta="Paris."), named("response.completed", response={"usage": COUNTS})],
     "/v1/messages": [
-        named("message_start", message={"usage": COUNTS}), named("content_block_delta", delta={"text": "Paris."}),
+        named("message_start", message={"usage": COUNTS}), named("content_block_start"), named("content_block_delta", delta={"text": "Paris."}),
         named("message_stop")],
 }  # fmt: skip
 BODIES = {
@@ -72,13 +72,32 @@ async def well(heard: Heard, writer: asyncio.StreamWriter) -> None:
 ERROR = {"error": {"message": "boom", "type": "x", "param": None, "code": 500}}
 
 
-async def announces_and_fails(heard: Heard, writer: asyncio.StreamWriter) -> None:
-    """An error inside the stream, after what a stream of responses begins with before its first token."""
-    if not heard.body.get("stream"):
-        writer.write(unary(ERROR, 500))
-        return
-    begins = CREATED if heard.target == "/v1/responses" else b""
-    writer.write(STREAM_HEAD + framed(begins + event(ERROR)) + LAST)
+BEGINS = {
+    "/v1/chat/completions": ROLE,
+    "/v1/completions": b"",
+    "/v1/responses": CREATED,
+    "/v1/messages": named("message_start", message={"usage": COUNTS}) + named("content_block_start"),
+}
+"""What vLLM writes before it looks whether the KV has come."""
+
+
+def announces(*, fails: bool, at_once: bool) -> Answer:
+    """Begins a stream, and has no token: an error inside it, or its end."""
+
+    async def answer(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        if not heard.body.get("stream"):
+            writer.write(unary(ERROR, 500))
+            return
+        begins = BEGINS[heard.target]
+        writer.write(STREAM_HEAD + (framed(begins) if begins else b""))
+        if not at_once:
+            await writer.drain()
+            await asyncio.sleep(0.01)
+        if fails:
+            writer.write(framed(event(ERROR)) + LAST)
+        writer.close()
+
+    return answer
 
 
 class Hangs:
@@ -117,7 +136,9 @@ def cases(stage: str) -> dict[str, Case]:
     }
     if stage == "transfer":
         return common | {
-            "error in the stream": Case(announces_and_fails, f"{stage}-status-500"),
+            "error in the stream": Case(announces(fails=True, at_once=True), f"{stage}-status-500"),
+            "error later in the stream": Case(announces(fails=True, at_once=False), f"{stage}-status-500"),
+            "stream cut before a token": Case(announces(fails=False, at_once=False), f"{stage}-reset"),
             "empty stream": Case(says(STREAM_HEAD + framed(DONE) + LAST), ""),
         }
     return common | {
@@ -189,11 +210,13 @@ async def test_decode_answers_whatever_fails_before_it(make_site: MakeSite, stag
             assert reply.status == 200, where
             assert b"Paris." in reply.body, where
             assert b"boom" not in reply.body, where
-            assert reply.body.count(b"event: response.created") == (stream and path == "/v1/responses"), where
+            begins = BEGINS[path]
+            assert reply.body.count(begins or b"none") == (stream and bool(begins)), where
             await site.settled()
             record = site.telemetry.records.pop()
             assert (record.result, record.fallback) == (Result.OK, True), where
-            assert record.fallback_cause == (case.cause or "transfer-status-502"), where
+            cause = "transfer-status-500" if name == "stream cut before a token" and not stream else case.cause
+            assert record.fallback_cause == (cause or "transfer-status-502"), where
             assert record.tried[0].startswith(record.fallback_cause + " "), where
             assert reply.headers["x-tandem-fallback"] == record.fallback_cause, where
             assert (record.prefill, (record.decode or "")[0]) == (None, "d"), where

@@ -254,6 +254,19 @@ def test_policy_fail_says_who_and_where() -> None:
         assert not any(isinstance(step, Decode) and step.params is None for step in steps)
 
 
+def test_streams_that_break_off_count_though_they_have_begun() -> None:
+    fleet = Fleet("a0", "a1")
+    for whole, out in ((False, set()), (True, set()), (False, set()), (False, {"a0"}), (True, set())):
+        fleet.engine("a1").failed(fleet.now, hangs=False)
+        fleet.engine("a1").retry_at = fleet.now + 1.0
+        flow = Serving(fleet.deployment, None, Trace(), lambda: fleet.now, outcomes=fleet.outcomes).steps()
+        assert isinstance(flow.send(None), Decode)
+        assert flow.send(Began()) is None
+        with pytest.raises(StopIteration):
+            flow.send(Ended(whole=whole))
+        assert fleet.left_out() == out
+
+
 @pytest.mark.parametrize(
     ("prompt", "cached", "created", "prefill_had", "block", "itself"),
     [

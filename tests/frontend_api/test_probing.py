@@ -55,15 +55,15 @@ class Fleet:
     def fault(self, name: str, *faults: str) -> None:
         httpx.post(self.urls[name] + "/sim/faults", json={"faults": faults}).raise_for_status()
 
-    async def ask(self) -> dict[str, Any]:
-        """One request of a prompt that nobody has seen; its record."""
-        content = f"{next(_numbers)} " * 60
-        body = {"model": "m", "max_tokens": 3, "messages": [{"role": "user", "content": content}]}
-        reply = await ask(self.site.port, CHAT, body)
+    async def ask(self, result: Result = Result.OK) -> dict[str, Any]:
+        """One request of a prompt that nobody has seen, every second one streamed; its record."""
+        number = next(_numbers)
+        body = {"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": f"{number} " * 60}]}
+        reply = await ask(self.site.port, CHAT, {**body, "stream": result is not Result.OK or number % 2 == 0})
         assert reply.status == 200, reply.body
         await until(lambda: not self.site.router.exchanges)
         record = self.site.telemetry.records[-1]
-        assert record.result is Result.OK
+        assert record.result is result
         return {
             "prefill": record.prefill,
             "decode": record.decode,
@@ -185,6 +185,16 @@ async def test_an_engine_that_hangs_loses_its_requests_to_another(fleet: Fleet) 
     assert fleet.site.router.outcomes.faults(fleet.site.view.engines(), monotonic())[0].engine == "d0"
     fleet.fault("d0")
     await fleet.sweep_until(lambda: not fleet.left_out())
+
+
+async def test_an_engine_that_breaks_its_streams_off_is_out_though_short_answers_work(fleet: Fleet) -> None:
+    fleet.site.publish(policy=ALWAYS, without=("p0", "d1"), wants_prefill=False)
+    fleet.fault("d0", "truncated-stream")
+    for _ in range(ENOUGH):
+        await fleet.ask(Result.TRUNCATED)
+    assert fleet.left_out() == {"decode-broke-off d0"}
+    fleet.fault("d0")
+    await until(lambda: not fleet.left_out())
 
 
 # ---- probes, byte by byte
