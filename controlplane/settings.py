@@ -23,11 +23,10 @@ def _secret_key() -> str:
     """The configured key, else one generated once into the state folder, readable by the owner alone."""
     if CONFIG.secret_key:
         return CONFIG.secret_key
-    path = HOME / "secret_key"
+    path = CONFIG.made_home() / "secret_key"
     try:
         return path.read_text()
     except FileNotFoundError:
-        HOME.mkdir(parents=True, exist_ok=True, mode=0o700)
         fresh = path.with_suffix(f".{secrets.token_hex(4)}")
         fresh.touch(mode=0o600)
         fresh.write_text(secrets.token_urlsafe(50))
@@ -104,7 +103,7 @@ else:
             "ENGINE": "django.db.backends.sqlite3",
             "NAME": dj_database_url.parse(CONFIG.database_url)["NAME"]
             if CONFIG.database_url
-            else HOME / "tandem.sqlite3",
+            else CONFIG.made_home() / "tandem.sqlite3",
             "OPTIONS": {
                 # Several processes write: WAL lets readers go on, immediate transactions take the write lock at their
                 # start (a later upgrade would fail at once instead of waiting), and the timeout waits for it.

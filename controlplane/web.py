@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
 import sys
 from typing import Any
 
@@ -9,16 +12,16 @@ import uvicorn
 
 from controlplane import door
 from controlplane.fleet import config, program
+from controlplane.fleet.addresses import bracketed
 from controlplane.fleet.config import Config
+from controlplane.fleet.errors import InvalidInput
 
 GRACE_SECONDS = 5
 
 
 def options(settings: Config) -> dict[str, Any]:
-    """Of `uvicorn.run`."""
+    """Of `uvicorn.Config`."""
     return {
-        "host": settings.bind,
-        "port": settings.web_port,
         "http": door.Protocol,
         "h11_max_incomplete_event_size": door.MOST_HEAD_BYTES,
         "limit_concurrency": door.MOST_CONNECTIONS,
@@ -38,8 +41,27 @@ def main() -> int:
     """Serve until SIGTERM or SIGINT."""
     program.begin("controlplane.web")
     program.keep_files_private()
-    uvicorn.run("controlplane.asgi:application", **options(config.load()))
+    settings = config.load()
+    listening = bind(settings.bind, settings.web_port)
+    server = uvicorn.Server(uvicorn.Config("controlplane.asgi:application", **options(settings)))
+    print(f"Dashboard: http://{bracketed(settings.bind)}:{settings.web_port}", flush=True)
+    server.run(sockets=[listening])
     return 0
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The listening socket. Raises `InvalidInput` naming the variable that chooses another address or port."""
+    try:
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048
+        )
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise InvalidInput(f"TANDEM_BIND: {host} is no address of this machine", field="TANDEM_BIND") from None
+        raise InvalidInput(
+            f"TANDEM_WEB_PORT: port {port} of {host} cannot be used ({os.strerror(error.errno or 0)})",
+            field="TANDEM_WEB_PORT",
+        ) from None
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def main() -> int:
         logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         for chatty in ("httpx", "httpcore", "kombu", "celery"):
             logging.getLogger(chatty).setLevel(logging.WARNING)
-        agents = private_folder(config.home_path()) / "agents"
+        agents = config.made_home() / "agents"
         name = choose_name(config.node_name, socket.gethostname(), agents)
         folder = private_folder(agents / name)
         with lock(folder, name):

@@ -7,6 +7,7 @@ start, in one sentence that names the variable and shows no secret.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, TypeVar
@@ -61,6 +62,21 @@ class Config(Struct, frozen=True, kw_only=True):
     def home_path(self) -> Path:
         """Raises `InvalidInput` naming the variable."""
         return _named("TANDEM_HOME", _folder, self.home)
+
+    def made_home(self) -> Path:
+        """The state folder, made if it is missing, for its user alone. Raises `InvalidInput` naming the variable."""
+        path = self.home_path()
+        try:
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.chmod(0o700)
+            tempfile.TemporaryFile(dir=path).close()
+        except OSError as error:
+            raise InvalidInput(
+                f"TANDEM_HOME: {path} cannot be used: {error.strerror}. Make it a folder of this user with room on its disk, or "
+                "set TANDEM_HOME to another one.",
+                field="TANDEM_HOME",
+            ) from None
+        return path
 
     def cache_path(self) -> Path:
         """Runtimes and models, shared by all checkouts of this user. Raises `InvalidInput` naming the variable."""

@@ -11,6 +11,7 @@ from supervisor.options import ServerOptions
 from controlplane import web
 from controlplane.fleet.addresses import reachable
 from controlplane.fleet.config import VARIABLES, Config
+from controlplane.fleet.errors import InvalidInput
 from controlplane.up.programs import environment, programs, supervisord
 from controlplane.up.redis_server import EmbeddedRedis
 from controlplane.up.state import StateFolder
@@ -26,8 +27,12 @@ def made(tmp_path: Path, **settings: object) -> tuple[StateFolder, dict[str, tup
 
 
 def test_all_of_them_bind_loopback_unless_told_otherwise(tmp_path: Path) -> None:
-    assert web.options(Config())["host"] == "127.0.0.1"
-    assert web.options(Config(bind="10.0.0.5"))["host"] == "10.0.0.5"
+    with web.bind("127.0.0.1", 0) as listening, web.bind("::1", 0) as other:
+        assert (listening.getsockname()[0], other.getsockname()[0]) == ("127.0.0.1", "::1")
+        with pytest.raises(InvalidInput, match="TANDEM_WEB_PORT: port"):
+            web.bind(*listening.getsockname())
+    with pytest.raises(InvalidInput, match=r"TANDEM_BIND: 192\.0\.2\.7 is no address"):
+        web.bind("192.0.2.7", 0)
     _, argv = made(tmp_path, bind="10.0.0.5")
     assert argv["agent"][-1] == "http://10.0.0.5:8000"
 

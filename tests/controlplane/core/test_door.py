@@ -24,6 +24,7 @@ class Site:
         self.answer = b"ok"
         options = web.options(Config(web_port=self.port, log_level="error")) | {"timeout_keep_alive": 1}
         self.server = uvicorn.Server(uvicorn.Config(door.Door(self._app), **options))
+        self.listening = web.bind("127.0.0.1", self.port)
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
         message = await receive()
@@ -58,7 +59,7 @@ class Connection:
 @asynccontextmanager
 async def served() -> AsyncIterator[Site]:
     site = Site()
-    running = asyncio.create_task(site.server.serve())
+    running = asyncio.create_task(site.server.serve([site.listening]))
     while not site.server.started:
         await asyncio.sleep(0.01)
     yield site
