@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+from channels.auth import get_user
 from channels.generic.websocket import AsyncJsonWebsocketConsumer
 from django.urls import path
 
 from controlplane.publish import LIVE_GROUP
 
+SIGNED_OUT = 4401
+CHECKED_EVERY = 15.0
+"""Seconds between two looks at whether the session still stands."""
+
 
 class LiveConsumer(AsyncJsonWebsocketConsumer):
-    """Relays `{"topic": "deployment:smollm2"}`. Nobody who is not signed in gets past `connect`."""
+    """Relays `{"topic": "deployment:smollm2"}`. Nobody who is not signed in gets past `connect`, and whose session ends is told
+    so by the code `SIGNED_OUT`."""
+
+    _watch: asyncio.Task[None] | None = None
 
     async def connect(self) -> None:
         user = self.scope.get("user")
         if user is None or not user.is_authenticated:
-            await self.close(code=4401)
+            await self.close(code=SIGNED_OUT)
             return
         await self.channel_layer.group_add(LIVE_GROUP, self.channel_name)
         await self.accept()
+        self._watch = asyncio.create_task(self._until_signed_out())
 
     async def disconnect(self, code: int) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
         await self.channel_layer.group_discard(LIVE_GROUP, self.channel_name)
 
     async def changed(self, message: dict[str, Any]) -> None:
         await self.send_json({"topic": message["topic"]})
+
+    async def _until_signed_out(self) -> None:
+        stored = self.scope["session"]
+        while True:
+            await asyncio.sleep(CHECKED_EVERY)
+            now = type(stored)(stored.session_key)  # read anew
+            user = await get_user({"session": now})
+            if not user.is_authenticated:
+                await self.close(code=SIGNED_OUT)
+                return
 
 
 websocket_urls = [path("live/", LiveConsumer.as_asgi())]

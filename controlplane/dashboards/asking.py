@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from django.http import HttpRequest, HttpResponse
 
+from controlplane.dashboards import kept
 from controlplane.dashboards.page import is_htmx, page
 
 _ONCE = ("csrfmiddlewaretoken", "confirmed")
@@ -23,7 +24,7 @@ def ask(
     """
     context = {
         "title": title, "sentence": sentence, "button": button, "target": target, "swap": swap,
-        "fields": [*sent_again(request), ("confirmed", "1")],
+        "back": kept.page_of(request), "fields": [*sent_again(request), ("confirmed", "1")],
     }  # fmt: skip
     if not is_htmx(request):
         return page(request, "ask.html", context)

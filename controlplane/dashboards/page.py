@@ -19,6 +19,7 @@ from django.utils import timezone
 
 from controlplane.access.actors import MUST_CHOOSE, actor_of
 from controlplane.access.roles import Actor, Role
+from controlplane.dashboards import kept
 from controlplane.deployments.queries import last_step
 from controlplane.fleet.errors import InvalidInput, NotFound, TandemError
 from controlplane.nodes import queries as nodes
@@ -73,7 +74,8 @@ def is_htmx(request: HttpRequest) -> bool:
 
 
 def signed_in(view: View[P]) -> View[P]:
-    """Lets only signed-in users through. A partial's request leads the whole page to the login, not the login into it.
+    """Lets only signed-in users through. Scripts hear 401 and let the reader sign in over the page; a form that was sent goes
+    through the login with all that was typed.
 
     A `NotFound` of the view becomes the 404 page; any other expected error a message in the frame.
     """
@@ -81,10 +83,9 @@ def signed_in(view: View[P]) -> View[P]:
     @wraps(view)
     def guarded(request: HttpRequest, *args: P.args, **kwargs: P.kwargs) -> HttpResponse:
         if not request.user.is_authenticated:
-            back = request.headers.get("HX-Current-URL", "") if is_htmx(request) else request.get_full_path()
-            path = "/" + back.split("://", 1)[-1].partition("/")[2] if "://" in back else back
-            target = f"{reverse('login')}?next={quote(path)}"
-            return HttpResponse(status=204, headers={"HX-Redirect": target}) if is_htmx(request) else redirect(target)
+            if is_htmx(request) or request.headers.get("Accept") == "application/json":
+                return HttpResponse(status=401, headers={"HX-Reswap": "none"})
+            return kept.ask_to_sign_in(request) or redirect(f"{reverse('login')}?next={quote(kept.page_of(request))}")
         target = reverse("password")
         if MUST_CHOOSE in request.session and request.path != target:
             return HttpResponse(status=204, headers={"HX-Redirect": target}) if is_htmx(request) else redirect(target)

@@ -4,6 +4,7 @@ import "./ages.js";
 import "./live.js";
 import "./links.js";
 import "./logs.js";
+import "./session.js";
 import "./forms.js";
 import "./steppers.js";
 import "./anchor.js";

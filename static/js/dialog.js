@@ -11,6 +11,7 @@ function open() {
 if (dialog) {
   document.addEventListener("htmx:after:swap", ({ detail }) => {
     const from = detail.ctx.sourceElement;
+    if (detail.ctx.response?.status === 401) return;
     if (dialog.open && from !== dialog && dialog.contains(from)) dialog.close();
     else if (dialog.childElementCount) open();
   });

@@ -9,6 +9,7 @@ const state = document.getElementById("live-state");
 const due = new Map();
 let failures = 0;
 let socket = null;
+let signedOut = false;
 
 function regions() {
   return document.querySelectorAll("[data-topics]");
@@ -50,7 +51,7 @@ function connect() {
     for (const region of regions()) if (concerns(region, topic)) soon(region, `socket ${topic}`);
   });
   socket.addEventListener("close", (event) => {
-    if (event.code === SIGNED_OUT) { location.reload(); return; }
+    if (event.code === SIGNED_OUT || signedOut) { document.dispatchEvent(new CustomEvent("signed-out")); return; }
     failures += 1;
     show("polling", "Reconnecting · every 5 s");
     const wait = Math.min(500 * 2 ** failures, LONGEST_WAIT) * (0.7 + Math.random() * 0.6);
@@ -59,7 +60,7 @@ function connect() {
 }
 
 function beat() {
-  if (document.hidden) return;
+  if (document.hidden || signedOut) return;
   const now = performance.now();
   const down = socket?.readyState !== WebSocket.OPEN;
   for (const region of regions()) {
@@ -71,6 +72,18 @@ function beat() {
 if ("live" in document.body.dataset) {
   connect();
   setInterval(beat, 1000);
+  document.addEventListener("signed-out", () => {
+    if (signedOut) return;
+    signedOut = true;
+    show("signed-out");
+    socket?.close();
+  });
+  document.addEventListener("signed-in", () => {
+    signedOut = false;
+    failures = 0;
+    connect();
+    regions().forEach((region) => soon(region, "signed in"));
+  });
   document.addEventListener("visibilitychange", () => {
     if (!document.hidden) regions().forEach((region) => soon(region, "shown"));
   });
@@ -96,6 +109,7 @@ document.addEventListener("htmx:response:error", (event) => {
 document.addEventListener("htmx:error", (event) => {
   if (event.detail.ctx) toast("The control plane does not answer. What you see may be old.");
 });
+document.addEventListener("unanswered", () => toast("The control plane does not answer. Nothing was sent; what you typed is still here."));
 document.addEventListener("htmx:after:swap", () => toast(""));
 document.addEventListener("htmx:config:request", ({ detail }) => {  // what somebody does next answers the last notice
   if (detail.ctx.sourceEvent?.type !== "refresh") document.getElementById("notices")?.replaceChildren();

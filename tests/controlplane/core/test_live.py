@@ -8,9 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from asgiref.testing import ApplicationCommunicator
 from channels.layers import channel_layers, get_channel_layer
+from django.conf import settings
+from django.contrib.auth import BACKEND_SESSION_KEY, HASH_SESSION_KEY, SESSION_KEY
+from django.contrib.auth.models import User
+from django.contrib.sessions.backends.db import SessionStore
 from django.test import override_settings
 
+from controlplane import live
 from controlplane.fleet.errors import Unavailable
 from controlplane.publish import LIVE_GROUP, RedisPublisher
 from tests.conftest import RedisServer
@@ -46,3 +52,25 @@ def test_a_redis_that_is_away_is_unavailable_here_too(tmp_path: Path) -> None:
     server = RedisServer(tmp_path)  # never started
     with layer_of(server.url), pytest.raises(Unavailable):
         RedisPublisher(server.url).push_live("deployments")
+
+
+@pytest.mark.django_db(transaction=True)
+async def test_who_is_signed_out_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "CHECKED_EVERY", 0.05)
+    user = await User.objects.acreate(username="olga")
+    session = SessionStore()
+    session[SESSION_KEY], session[BACKEND_SESSION_KEY] = str(user.pk), settings.AUTHENTICATION_BACKENDS[0]
+    session[HASH_SESSION_KEY] = user.get_session_auth_hash()
+    await session.asave()
+    with override_settings(CHANNEL_LAYERS={"default": {"BACKEND": "channels.layers.InMemoryChannelLayer"}}):
+        channel_layers.backends = {}
+        scope = {"type": "websocket", "path": "/live/", "user": user, "session": session}
+        socket = ApplicationCommunicator(live.LiveConsumer.as_asgi(), scope)
+        await socket.send_input({"type": "websocket.connect"})
+        assert (await socket.receive_output(10))["type"] == "websocket.accept"
+        assert await socket.receive_nothing(0.2)
+        await session.adelete()
+        assert await socket.receive_output(10) == {"type": "websocket.close", "code": live.SIGNED_OUT}
+        await socket.send_input({"type": "websocket.disconnect", "code": live.SIGNED_OUT})
+        await socket.wait(10)
+    channel_layers.backends = {}
