@@ -23,7 +23,7 @@ def lifecycle_part() -> str:
 
 def limits_part() -> str:
     rows = [f"| {state} | {limit.seconds:g} s | {limit.awaits} |" for state, limit in lifecycle.LIMITS.items()]
-    return "\n".join(["| waiting state | at most | awaits |", "|---|---|---|", *rows])
+    return "\n".join(["| waiting state | at most | waits for |", "|---|---|---|", *rows])
 
 
 def config_part() -> str:

@@ -22,7 +22,7 @@ def parse_expiry(text: str, *, now: datetime | None = None) -> datetime | None:
         moment = datetime.fromisoformat(text)
     except ValueError:
         raise InvalidInput(
-            f"expires_at: {text!r} is neither a span such as 30d or 12h nor a time such as 2030-01-31T12:00Z",
+            "expires_at: write a span such as 30d or 12h, or a time such as 2030-01-31T12:00Z",
             field="expires_at",
         ) from None
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
@@ -37,5 +37,5 @@ def parse_overlap(text: str) -> int:
     if text == "0":
         return 0
     if (span := _OVERLAP.fullmatch(text)) is None:
-        raise InvalidInput(f"overlap: {text!r} is no span such as 24h, 30m, 7d or 0", field="overlap")
+        raise InvalidInput("overlap: write a span such as 24h, 30m, 7d or 0", field="overlap")
     return int(span[1]) * _SECONDS[span[2]]

@@ -34,18 +34,19 @@ def changed(limits: Limits, changes: Mapping[str, int | None]) -> Limits:
     for field, value in changes.items():
         low, high = BOUNDS[field]
         if value is not None and not low <= value <= high:
-            without = "" if field == "priority" else ", or none for unlimited"
-            raise InvalidInput(f"{field}: choose a whole number from {low} to {high}{without}", field=field)
+            without = "" if field == "priority" else ", or leave it empty for no limit"
+            raise InvalidInput(f"{field}: enter a whole number from {low} to {high}{without}", field=field)
     requests, tokens, concurrency, priority = (changes.get(f, before) for f, before in limits._asdict().items())
     return Limits(requests, tokens, concurrency, priority or 0)
 
 
-def parse_limit(text: str, field: str) -> int | None:
-    """A number as people write it; `none` or nothing: unlimited. Raises `InvalidInput` naming the field."""
+def parse_limit(text: str, field: str, *, unlimited: str = "leave it empty") -> int | None:
+    """A number as people write it; `none` or nothing: unlimited. Raises `InvalidInput` naming the field. `unlimited`: what
+    its sentence tells those to do who want no limit."""
     text = text.strip().lower()
     if text in ("", "none", "unlimited"):
         return None
     digits = text.replace("_", "").replace(",", "").removeprefix("-")
     if not digits.isascii() or not digits.isdigit() or len(digits) > 12:
-        raise InvalidInput(f"{field}: {text!r} is neither a whole number nor none", field=field)
+        raise InvalidInput(f"{field}: enter a whole number, or {unlimited}", field=field)
     return -int(digits) if text.startswith("-") else int(digits)

@@ -24,7 +24,7 @@ class _Strict(serializers.Serializer[Any]):
     def to_internal_value(self, data: Any) -> Any:
         if unknown := sorted(set(data) - set(self.fields)):
             known = ", ".join(self.fields)
-            raise serializers.ValidationError({unknown[0]: f"there is no such field; there are: {known}"})
+            raise serializers.ValidationError({unknown[0]: f"there is no such field; the fields are: {known}"})
         return super().to_internal_value(data)
 
 

@@ -207,7 +207,9 @@ def _revoke_key(client: Client, arguments: argparse.Namespace) -> int:
 def _limits(arguments: argparse.Namespace) -> dict[str, Any]:
     """The limits that were given. Raises `InvalidInput`."""
     given = {field: getattr(arguments, field) for field in BOUNDS}
-    return {field: parse_limit(text, field) for field, text in given.items() if text is not None}
+    return {
+        field: parse_limit(text, field, unlimited="write none") for field, text in given.items() if text is not None
+    }
 
 
 def _show_secret(key: dict[str, Any]) -> None:

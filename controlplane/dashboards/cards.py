@@ -84,7 +84,7 @@ def sentence(row: EngineRow) -> str:
     if row.reason:
         return row.reason
     limit = LIMITS.get(row.state)
-    return f"Awaits {limit.awaits}, {words.age(limit.seconds)} at most." if limit else ""
+    return f"Waiting for {limit.awaits}, at most {words.age(limit.seconds)}." if limit else ""
 
 
 def ending(exit_code: int | None) -> str:

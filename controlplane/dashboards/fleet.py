@@ -18,6 +18,7 @@ from controlplane.deployments import queries
 from controlplane.deployments.queries import DeploymentRow
 from controlplane.fleet.lifecycle import State
 from controlplane.fleet.model import Role
+from controlplane.fleet.plural import plural
 from controlplane.fleet.status import Status
 from controlplane.nodes import queries as nodes
 from controlplane.nodes.presence import Presence
@@ -131,9 +132,7 @@ def summary(rows: Sequence[DeploymentRow], node_rows: Sequence[NodeRow]) -> tupl
         clauses.append(_clause("node", gone, "has stopped reporting.", "have stopped reporting."))
     if counts[Status.READY]:
         well, rest = counts[Status.READY], len(rows) - counts[Status.READY]
-        who = (
-            words.plural(well, "deployment") if rest else "The deployment" if well == 1 else f"All {well:,} deployments"
-        )
+        who = plural(well, "deployment") if rest else "The deployment" if well == 1 else f"All {well:,} deployments"
         clauses.append(Clause("", (), 0, f"{who} {'serves' if well == 1 else 'serve'} with all engines wanted."))
     if not rows:
         clauses.append(Clause("", (), 0, "Nothing is deployed."))
@@ -174,7 +173,7 @@ def tiles(rows: Sequence[DeploymentRow], node_rows: Sequence[NodeRow]) -> tuple[
             "KV moved",
             words.moved(received),
             "",
-            f"NIXL counters of {words.plural(len(loads), 'decode engine')} · since each started",
+            f"NIXL counters of {plural(len(loads), 'decode engine')} · since each started",
         ),
     )
 

@@ -81,8 +81,3 @@ def left(seconds: float) -> str:
     """Time that is left, in whole seconds: 16 s, 4 min 05 s. `static/js/ages.js` writes the same."""
     whole = max(ceil(seconds), 0)
     return f"{whole} s" if whole < 60 else f"{whole // 60} min {whole % 60:02d} s"
-
-
-def plural(number: int, noun: str) -> str:
-    """`1 engine`, `2 engines`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -102,7 +102,7 @@ def _drained(draft: Draft, engine: EngineRecord) -> str:
         return ""
     if not draft.world.routers:
         blind = draft.now - engine.since >= DRAIN_BLIND
-        return "It has no requests (no router was heard of)." if blind else ""
+        return "It has no requests, as far as the engine itself reports. No router reports." if blind else ""
     for router in draft.world.routers:
         if router.snapshot_version < engine.left_version or router.in_flight.get(engine.id, 0):
             return ""
@@ -115,7 +115,7 @@ def retry(draft: Draft) -> None:
         if engine.state is not State.FAILED:
             continue
         if engine.retry_asked or draft.now - engine.since >= backoff_seconds(engine.failures):
-            draft.try_again(engine, "Waits for a place.")
+            draft.try_again(engine, "Waiting for a node.")
 
 
 def place(draft: Draft) -> None:
@@ -146,7 +146,7 @@ def _put(draft: Draft, engine: EngineRecord, place: Place) -> None:
     draft.move(
         engine,
         Event.PLACE,
-        f"Placed on {place.node}; awaits {LIMITS[State.PLACED].awaits}.",
+        f"Placed on {place.node}. Waiting for the agent on {place.node}.",
         node=place.node,
         runtime=place.runtime,
         gpus=place.gpus,
@@ -175,8 +175,8 @@ def _replace_lost(draft: Draft, placer: Placer) -> None:
             continue
         answer = placer.place(_need(draft, engine), revision=engine.revision, pending=1)
         if isinstance(answer, Place):
-            engine = draft.move(engine, Event.REPLACE, f"Its node stayed away; it moves to {answer.node}.")
-            _put(draft, draft.try_again(engine, "Waits for a place."), answer)
+            engine = draft.move(engine, Event.REPLACE, f"Its node did not come back. It moves to {answer.node}.")
+            _put(draft, draft.try_again(engine, "Waiting for a node."), answer)
         elif heard is None:
             engine = draft.move(engine, Event.REPLACE, "Its node was removed.")
             draft.try_again(engine, answer.reason)

@@ -62,7 +62,7 @@ class Draft:
             state=State.PENDING,
             since=self.now,
             secret=self.token(32),
-            reason="Waits for a place.",
+            reason="Waiting for a node.",
         )
         self.engines[engine.id] = engine
         self._of[deployment.name].append(engine.id)
@@ -87,7 +87,7 @@ class Draft:
     def start_over(self, engine: EngineRecord, reason: str) -> None:
         """A new attempt after one that was ended on purpose: no back-off."""
         halted = self.move(engine, Event.HALT, reason)
-        self.note(halted, reason="Waits for a place.", **self._new_attempt(engine))
+        self.note(halted, reason="Waiting for a node.", **self._new_attempt(engine))
 
     def _new_attempt(self, engine: EngineRecord) -> dict[str, Any]:
         return {

@@ -46,7 +46,7 @@ def take_silence(draft: Draft) -> None:
         if heard is None:
             draft.move(engine, Event.SILENCE, "Its node was removed.")
         elif heard is not Presence.REPORTING and draft.world.steady:
-            draft.move(engine, Event.SILENCE, f"Node {engine.node} is silent; the process may well live.")
+            draft.move(engine, Event.SILENCE, f"Node {engine.node} does not report. The engine may still be running.")
 
 
 def _take_observation(draft: Draft, engine: EngineRecord, seen: Observation) -> None:
@@ -57,10 +57,10 @@ def _take_observation(draft: Draft, engine: EngineRecord, seen: Observation) -> 
             _take_exit(draft, engine, _exit_reason(seen))
         return
     if engine.state is State.LOST:
-        engine = draft.move(engine, Event.RETURN, "Its node reports again; the process still runs.")
+        engine = draft.move(engine, Event.RETURN, "Its node reports again, and the engine is still running.")
     if seen.phase in (Phase.UNHEALTHY, Phase.STOPPING):
         if engine.state is State.READY:
-            draft.move(engine, Event.SICKEN, seen.detail or "Its health probe fails.")
+            draft.move(engine, Event.SICKEN, seen.detail or "It does not answer its health check.")
         return
     if seen.phase is Phase.WARMING and engine.state is State.UNHEALTHY:
         if engine.incarnation not in draft.blamed:
@@ -90,11 +90,11 @@ def _take_absence(draft: Draft, engine: EngineRecord) -> None:
     if engine.state is State.STOPPING:
         draft.move(engine, Event.GONE, "Ended.")
     elif engine.state is not State.PLACED and allowed(engine.state, Event.EXIT):  # PLACED has a limit of its own
-        _take_exit(draft, engine, "Its node's agent knows no such process any more.")
+        _take_exit(draft, engine, "The agent on its node has no such process any more.")
 
 
 def _said(seen: Observation, state: State) -> str:
-    text = seen.detail or f"Awaits {LIMITS[state].awaits}."
+    text = seen.detail or f"Waiting for {LIMITS[state].awaits}."
     return f"{text} ({seen.progress:.0%})" if seen.progress is not None else text
 
 

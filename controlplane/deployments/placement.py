@@ -217,9 +217,9 @@ class Placer:
 
     def _why_not(self, need: Need, runtimes: list[Runtime]) -> str:
         if not self._nodes:
-            return "Waits for a node: none has joined yet."
+            return "Waiting for a node: none has joined yet."
         if not self._hosts:
-            return f"Waits for a node that takes engines: {_listed([_absence(node) for node in self._nodes])}."
+            return f"Waiting for a node that takes engines: {_listed([_absence(node) for node in self._nodes])}."
         kind = need.spec.runtime if need.spec.runtime != "auto" else " or ".join(runtimes)
         reasons = []
         for host in self._hosts.values():
@@ -230,14 +230,15 @@ class Placer:
                 reasons.append(_gpu_reason(host, need))
             else:
                 reasons.append(
-                    f"{host.node.name} has {max(0, host.memory_free) / GIB:.0f} of {_cpu_bytes(need.spec, need.role) / GIB:.0f} GiB"
+                    f"{host.node.name} has {max(0, host.memory_free) / GIB:.0f} GiB free, and "
+                    f"the engine needs {_cpu_bytes(need.spec, need.role) / GIB:.0f} GiB"
                 )
         reasons += [_absence(node) for node in self._nodes if node.name not in self._hosts]
         cards = need.spec.pool(need.role).tensor_parallel
         what = (
             f"{cards} free GPUs on one node" if cards > 1 and Runtime.GPU in runtimes else f"a node with room ({kind})"
         )
-        return f"Waits for {what}: {_listed(reasons)}."
+        return f"Waiting for {what}: {_listed(reasons)}."
 
 
 def _usable(node: NodeRecord) -> bool:
@@ -266,7 +267,7 @@ def _absence(node: NodeRecord) -> str:
         return f"{node.name} {node.barred}"
     if node.facts is None:
         return f"{node.name} has not reported yet"
-    return f"{node.name} is silent"
+    return f"{node.name} does not report"
 
 
 def _gpu_reason(host: _Host, need: Need) -> str:

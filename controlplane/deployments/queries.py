@@ -20,6 +20,7 @@ from controlplane.deployments.world import EngineRecord
 from controlplane.fleet.errors import NotFound, Unavailable
 from controlplane.fleet.lifecycle import HOLDS_NODE, State, backoff_seconds
 from controlplane.fleet.model import Observation, Role, Runtime
+from controlplane.fleet.plural import plural
 from controlplane.fleet.spec import DeploymentSpec
 from controlplane.fleet.status import Condition
 from controlplane.fleet.wire import CacheState, RouterStatus
@@ -212,8 +213,8 @@ def _advice(engines: list[EngineRecord]) -> list[str]:
     for (node, gpu), roles in sorted(cards.items(), key=str):
         if {Role.PREFILL, Role.DECODE} <= roles:
             notices.append(
-                f"Prefill and decode share GPU {gpu} of {node}: one card gains nothing by it (a 4.7 to 7.2 times slower first "
-                "token was measured). Use an aggregated pool, or add a card."
+                f"Prefill and decode share GPU {gpu} of {node}. On one card this only delays the first token (4.7 to 7.2 times, "
+                "measured). Use an aggregated pool, or add a card."
             )
     names = {engine.id: engine.name for engine in engines}
     attempts_now = {engine.id: engine.attempt for engine in holding}
@@ -223,5 +224,5 @@ def _advice(engines: list[EngineRecord]) -> list[str]:
                 notices.append(f"The KV transfer {names[pair.prefill]} → {engine.name} failed: {pair.detail}")
     leaving = sum(e.state in (State.DRAINING, State.STOPPING) for e in engines)
     if leaving:
-        notices.append(f"{leaving} {'engine finishes its' if leaving == 1 else 'engines finish their'} last requests.")
+        notices.append(f"{plural(leaving, 'engine finishes its', 'engines finish their')} last requests.")
     return notices

@@ -217,15 +217,19 @@ def delete(*, actor: Actor, name: str) -> None:
 
 def _create(actor: Actor, wanted: DeploymentSpec) -> Deployment:
     if (there := _locked(wanted.name)) is not None:
-        ending = " and being deleted: wait until its last engine has ended" if there.deleting_since else ""
-        raise Conflict(f"name: {wanted.name} exists already{ending}", field="name", generation=there.generation)
+        ending = ", which is being deleted: wait until its last engine has stopped" if there.deleting_since else ""
+        raise Conflict(
+            f"name: there is already a deployment {wanted.name}{ending}", field="name", generation=there.generation
+        )
     _check_served_name(wanted)
     intent = spec.document(wanted)
     try:
         with transaction.atomic():
             row = Deployment.objects.create(name=wanted.name, served_name=wanted.served_name, intent=intent)
     except IntegrityError:  # somebody else's creation came between
-        raise Conflict(f"name: {wanted.name} or its served name was just taken", field="name") from None
+        raise Conflict(
+            f"name: somebody else has just created {wanted.name}, or a deployment with its served name", field="name"
+        ) from None
     _add_revision(actor, row, wanted, 1)
     audit.record(actor=actor, action="deployment.create", target=row.name, document=intent, **_admin_given(wanted))
     _told(actor, row, "created", f"{row.name}: created.")
@@ -240,7 +244,9 @@ def _change(actor: Actor, row: Deployment, wanted: DeploymentSpec, changes: list
         with transaction.atomic():
             row.save(update_fields=["intent", "served_name", "generation", "updated_at"])
     except IntegrityError:
-        raise Conflict(f"served_name: {wanted.served_name} was just taken", field="served_name") from None
+        raise Conflict(
+            f"served_name: another deployment has just taken the served name {wanted.served_name}", field="served_name"
+        ) from None
     new_engines = wanted.engine_part() != old.engine_part()
     if new_engines:
         number = max(row.revisions.values_list("number", flat=True)) + 1
@@ -303,7 +309,11 @@ def _check_generation(row: Deployment, generation: int | None) -> None:
 def _check_served_name(wanted: DeploymentSpec) -> None:
     others = Deployment.objects.filter(served_name=wanted.served_name, deleting_since=None).exclude(name=wanted.name)
     if (other := others.first()) is not None:
-        raise Conflict(f"served_name: {wanted.served_name} is taken by {other.name}", field="served_name")
+        raise Conflict(
+            f"served_name: {wanted.served_name} is already the served name of deployment {other.name}",
+            field="served_name",
+            names_first=True,
+        )
 
 
 def _merged(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,16 +29,18 @@ class TandemError(Exception):
     status = 500
     retryable = False
 
-    def __init__(self, message: str, *, field: str | None = None) -> None:
+    def __init__(self, message: str, *, field: str | None = None, names_first: bool = False) -> None:
+        """`names_first`: after its field the sentence begins with a name, which keeps its case."""
         super().__init__(message)
         self.message = message
         self.field = field
+        self.names_first = names_first
 
     @property
     def sentence(self) -> str:
         """The message without its leading field name: what stands at the field itself."""
         said = self.message.removeprefix(f"{self.field}: ")
-        return said[:1].upper() + said[1:]
+        return said if self.names_first else said[:1].upper() + said[1:]
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -123,8 +125,10 @@ class Conflict(TandemError):
     code = "conflict"
     status = 409
 
-    def __init__(self, message: str, *, field: str | None = None, generation: int | None = None) -> None:
-        super().__init__(message, field=field)
+    def __init__(
+        self, message: str, *, field: str | None = None, generation: int | None = None, names_first: bool = False
+    ) -> None:
+        super().__init__(message, field=field, names_first=names_first)
         self.generation = generation
 
 

@@ -106,16 +106,16 @@ HOLDS_NODE = (*LIVE, S.DRAINING, S.STOPPING)
 
 LIMITS: dict[State, Limit] = {
     S.PENDING: Limit(3600, "a node with room"),
-    S.PLACED: Limit(60, "the node's agent to take the plan in"),
+    S.PLACED: Limit(60, "the agent on its node"),
     S.INSTALLING: Limit(3600, "the engine runtime to be installed"),
-    S.FETCHING: Limit(4 * 3600, "the model to be on the node"),
-    S.STARTING: Limit(900, "the engine to answer a first completion"),
-    S.WARMING: Limit(300, "a proved KV transfer with each partner"),
+    S.FETCHING: Limit(4 * 3600, "the model to arrive on the node"),
+    S.STARTING: Limit(900, "the engine's first answer"),
+    S.WARMING: Limit(300, "a KV transfer with each partner engine"),
     S.UNHEALTHY: Limit(120, "the engine to answer again"),
     S.LOST: Limit(24 * 3600, "its node to report again, or another node with room"),
     S.DRAINING: Limit(300, "its last requests to finish"),
     S.STOPPING: Limit(90, "the process to end"),
-    S.FAILED: Limit(300, "the back-off to pass"),
+    S.FAILED: Limit(300, "the next attempt"),
 }
 """Every state but READY and STOPPED waits for something, and not for ever. FAILED's limit is the longest back-off."""
 

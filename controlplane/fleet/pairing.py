@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from controlplane.fleet.model import Role
+from controlplane.fleet.plural import plural
 
 
 class Incarnation(NamedTuple):
@@ -72,20 +73,24 @@ def may_serve(
     partners = [partner for partner in up if partner not in accused]
     if not partners:
         if coming:
-            return Verdict(False, f"Answers; waits for a {other} engine to prove a KV transfer with.")
+            return Verdict(False, f"It answers. Waiting for a {other} engine, to test a KV transfer with it.")
         if role is Role.DECODE:
-            return Verdict(True, "Serving alone: no prefill engine is up, so every prompt is computed here.")
-        return Verdict(False, "Answers; no decode engine is up to hand KV to.")
+            return Verdict(True, "Serving alone: no prefill engine is running, so this engine computes every prompt.")
+        return Verdict(False, "It answers. No decode engine is running that could take its KV.")
     results = {p: proofs.get((who, p) if role is Role.PREFILL else (p, who)) for p in partners}
     untried = sum(result is None for result in results.values())
     worked = sum(result is True for result in results.values())
     if untried:
-        return Verdict(False, f"Answers; KV transfer proved with {worked} of {len(results)} {other} engines.")
+        return Verdict(
+            False, f"It answers. KV transfers work with {worked} of {plural(len(results), f'{other} engine')} so far."
+        )
     if not worked and role is Role.DECODE and who not in accused:
-        return Verdict(True, "Serving alone: no KV transfer works, so every prompt is computed here.")
+        return Verdict(True, "Serving alone: no KV transfer works, so this engine computes every prompt.")
     if not worked:
-        return Verdict(False, f"Answers, but the KV transfer with every {other} engine failed.")
+        return Verdict(False, f"It answers, but the KV transfer with every {other} engine failed.")
     broken = len(results) - worked
     if broken:
-        return Verdict(True, f"Serving; the KV transfer with {broken} of {len(results)} {other} engines failed.")
+        return Verdict(
+            True, f"Serving. The KV transfer with {broken} of {plural(len(results), f'{other} engine')} failed."
+        )
     return Verdict(True, "Serving.")

@@ -29,7 +29,7 @@ def read(value: Any, struct: type[Struct], at: str, found: Problems, needed: Map
     fields = {field.name: field for field in msgspec.structs.fields(struct)}
     for name in value:
         if name not in fields:
-            found.add(f"there is no such field; there are: {', '.join(fields)}", dotted(at, str(name)))
+            found.add(f"there is no such field; the fields are: {', '.join(fields)}", dotted(at, str(name)))
     given: dict[str, Any] = {}
     for name, field in fields.items():
         if name not in value:

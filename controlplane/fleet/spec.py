@@ -40,9 +40,9 @@ from controlplane.fleet.wire import RoutingPolicy
 MAX_REPLICAS = 200
 
 _NEEDED = {
-    "name": "give a name: the slug of pages and REST",
-    "model": "give a model: package:NAME, hub:ORG/NAME[@revision], or /folder on the nodes",
-    "pools": "give pools: prefill and decode, or aggregated, each with replicas",
+    "name": "enter a name",
+    "model": "enter a model: package:NAME, hub:ORG/NAME[@revision], or /folder on the nodes",
+    "pools": "enter pools: prefill and decode, or aggregated, each with replicas",
 }
 """What to do where a field of a document is missing."""
 
@@ -190,7 +190,7 @@ def checked(spec: DeploymentSpec) -> DeploymentSpec:
     with found.part():
         check_routing(spec.routing)
     if set(spec.pools) not in ({Role.PREFILL, Role.DECODE}, {Role.AGGREGATED}):
-        found.add("give prefill and decode, or aggregated alone", "pools")
+        found.add("enter prefill and decode, or aggregated alone", "pools")
     for role, pool in spec.pools.items():
         with found.part():
             _check_pool(f"pools.{role}", pool)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from controlplane.fleet.lifecycle import BOOT, State
 from controlplane.fleet.model import Role
+from controlplane.fleet.plural import plural
 
 
 class Status(StrEnum):
@@ -88,10 +89,14 @@ def derive(wanted: Mapping[Role, int], engines: Iterable[EngineView], *, deletin
 
     leaving = [e for e in engines if e.state in (State.DRAINING, State.STOPPING)]
     if deleting:
-        return condition(Status.DELETING, f"Being deleted; {len(engines)} engines still to end.")
+        rest = f": {plural(len(engines), 'engine is', 'engines are')} stopping." if engines else "."
+        return condition(Status.DELETING, f"Being deleted{rest}")
     if total == 0:
         if leaving:
-            return condition(Status.STOPPED, f"Stopping: {len(leaving)} engines finish their requests.")
+            return condition(
+                Status.STOPPED,
+                f"Stopping: {plural(len(leaving), 'engine finishes its', 'engines finish their')} requests.",
+            )
         return condition(Status.STOPPED, "Stopped: 0 replicas are wanted. Scale a pool up to serve.")
     if not any(wanted.get(role, 0) for role in ANSWERING):
         return condition(Status.NOT_SERVING, "Not serving: no decode engine is wanted. Scale decode up to serve.")
@@ -120,7 +125,7 @@ def derive(wanted: Mapping[Role, int], engines: Iterable[EngineView], *, deletin
 
 def _scaling(short: Mapping[Role, int], wanted: Mapping[Role, int]) -> str:
     parts = [
-        f"Scaling {role} to {wanted[role]}: {short[role]} {'engine is' if short[role] == 1 else 'engines are'} starting."
+        f"Scaling {role} to {wanted[role]}: {plural(short[role], 'engine is', 'engines are')} starting."
         for role in Role
         if role in short
     ]

@@ -18,6 +18,7 @@ from controlplane.access.once import Once
 from controlplane.access.roles import SYSTEM, Actor, Role
 from controlplane.fleet.errors import Conflict, Forbidden, InvalidInput, NotFound, Unavailable
 from controlplane.fleet.lifecycle import HOLDS_NODE
+from controlplane.fleet.plural import plural
 from controlplane.fleet.wire import checked_node_name
 from controlplane.nodes import addresses
 from controlplane.nodes.models import JoinToken, Node
@@ -157,7 +158,9 @@ def remove(*, actor: Actor, name: str) -> None:
     states = [state.value for state in HOLDS_NODE]
     running: int = node.engines.filter(state__in=states).count()
     if running and presence(silent_seconds(node, timezone.now())) is Presence.REPORTING:
-        raise Conflict(f"{name} runs {running} engines: cordon it and scale them away, or stop its agent first")
+        raise Conflict(
+            f"{name} runs {plural(running, 'engine')}: cordon it and scale them away, or stop its agent first"
+        )
     audit.record(actor=actor, action="node.remove", target=name, engines=running)
     node.delete()
     publish.current().forget_node(name)

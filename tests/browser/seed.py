@@ -286,7 +286,7 @@ def fleet() -> None:
             role,
             0,
             State.PENDING,
-            reason="Waits for a node with 4 free GPUs; the most free now is 2, on gpu-c.",
+            reason="Waiting for a node with 4 free GPUs; the most free now is 2, on gpu-c.",
             since=12 * MINUTE,
         )
     failing(c)
@@ -326,7 +326,7 @@ def support_chat(a: Node, b: Node, c: Node, silent: Node) -> Deployment:
     )
     p2 = engine(
         of, Role.PREFILL, 2, State.READY, on=b, gpus=[0], since=2 * HOUR, load=prefill_load(0.64, 76_000, 24_000, 8),
-        reason="Serving; the KV transfer with 1 of 3 decode engines failed.",
+        reason="Serving. The KV transfer with 1 of 3 decode engines failed.",
     )  # fmt: skip
     p3 = engine(
         of, Role.PREFILL, 3, State.UNHEALTHY, on=b, gpus=[1], since=48, load=prefill_load(0.49, 60_000, 40_000, 5),
@@ -345,7 +345,7 @@ def support_chat(a: Node, b: Node, c: Node, silent: Node) -> Deployment:
     )
     engine(
         of, Role.DECODE, 1, State.READY, on=b, gpus=[2], load=decode_load(0.69, 341, 7_900, failures=3),
-        reason="Serving; the KV transfer with 1 of 4 prefill engines failed.", pairs=[proof(p0), proof(p1), proof(p2, ok=False), proof(p3)],
+        reason="Serving. The KV transfer with 1 of 4 prefill engines failed.", pairs=[proof(p0), proof(p1), proof(p2, ok=False), proof(p3)],
     )  # fmt: skip
     engine(
         of, Role.DECODE, 2, State.LOST, on=silent, gpus=[0], since=12, load=decode_load(0.31, 58, 1_250, 9),
@@ -412,7 +412,7 @@ def booting(a: Node, b: Node, c: Node) -> Deployment:
         progress=0.72,
     )
     engine(of, Role.DECODE, 1, State.PLACED, on=c, gpus=[3], since=2)
-    engine(of, Role.DECODE, 2, State.PENDING, since=200, reason="Waits for a node with 1 free GPU; none is free.")
+    engine(of, Role.DECODE, 2, State.PENDING, since=200, reason="Waiting for a node with 1 free GPU; none is free.")
     engine(of, Role.DECODE, 3, State.STOPPING, on=a, gpus=[3], since=6, reason="Its process ends.")
     return of
 
@@ -431,7 +431,7 @@ def failing(c: Node) -> Deployment:
         gpus=[1],
         since=90,
         load=prefill_load(0.0, 0, 5, 0),
-        reason="Answers; no decode engine is up to hand KV to.",
+        reason="It answers. No decode engine is running that could take its KV.",
     )
     crashing = engine(
         of, Role.DECODE, 0, State.FAILED, on=c, gpus=[2], since=4, attempt=4, exit_code=1,
@@ -507,7 +507,7 @@ def crash_loop(of: Deployment, engine_id: str, attempts: int = 7, minutes: float
     """The history of an engine that exits with every start."""
     for attempt in range(attempts):
         for after, kind, state, said in (
-            (0.0, "retry", "pending", "Waits for a place."),
+            (0.0, "retry", "pending", "Waiting for a node."),
             (0.01, "place", "placed", "Placed on gpu-c."),
             (0.1, "start", "starting", "Loading weights."),
             (0.3, "exit", "failed", "The process exited with code 1."),

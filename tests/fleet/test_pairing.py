@@ -15,17 +15,17 @@ P0, P1, D0 = Incarnation("p0", 1), Incarnation("p1", 1), Incarnation("d0", 1)
 @pytest.mark.parametrize(
     ("up", "coming", "proofs", "ready", "words"),
     [
-        ([], True, {}, False, "waits for a prefill engine"),
+        ([], True, {}, False, "Waiting for a prefill engine"),
         ([], False, {}, True, "Serving alone"),
-        ([P0], False, {}, False, "proved with 0 of 1"),
+        ([P0], False, {}, False, "work with 0 of 1"),
         ([P0], False, {(P0, D0): True}, True, "Serving."),
         ([P0], True, {(P0, D0): True}, True, "Serving."),
         ([P0], False, {(P0, D0): False}, True, "Serving alone: no KV transfer works"),
         ([P0, P1], False, {(P0, D0): False, (P1, D0): False}, True, "Serving alone: no KV transfer works"),
-        ([P0, P1], False, {(P0, D0): True}, False, "proved with 1 of 2"),
+        ([P0, P1], False, {(P0, D0): True}, False, "work with 1 of 2"),
         ([P0, P1], False, {(P0, D0): True, (P1, D0): False}, True, "with 1 of 2 prefill engines failed"),
-        ([P0], False, {(Incarnation("p0", 2), D0): True}, False, "proved with 0 of 1"),
-        ([P0], False, {(P0, Incarnation("d0", 2)): True}, False, "proved with 0 of 1"),
+        ([P0], False, {(Incarnation("p0", 2), D0): True}, False, "work with 0 of 1"),
+        ([P0], False, {(P0, Incarnation("d0", 2)): True}, False, "work with 0 of 1"),
     ],
 )
 def test_decode(
@@ -39,9 +39,12 @@ def test_decode(
 def test_an_engine_at_fault_neither_serves_alone_nor_counts_as_a_partner() -> None:
     failed = {(P0, D0): False}
     accused = may_serve(D0, Role.DECODE, up=[P0], coming=False, proofs=failed, accused={D0})
-    assert (accused.ready, accused.reason) == (False, "Answers, but the KV transfer with every prefill engine failed.")
+    assert (accused.ready, accused.reason) == (
+        False,
+        "It answers, but the KV transfer with every prefill engine failed.",
+    )
     assert may_serve(P0, Role.PREFILL, up=[D0], coming=False, proofs=failed, accused={D0}).reason.endswith(
-        "no decode engine is up to hand KV to."
+        "No decode engine is running that could take its KV."
     )
     assert may_serve(D0, Role.DECODE, up=[P0, P1], coming=False, proofs={(P1, D0): True}, accused={P0}).ready
 
@@ -83,7 +86,9 @@ def test_never_both_sides_of_a_pair_are_at_fault_and_nobody_for_whom_a_transfer_
         assert len(found & {*pair}) <= 1
 
 
-@pytest.mark.parametrize(("coming", "words"), [(True, "waits for a decode engine"), (False, "no decode engine is up")])
+@pytest.mark.parametrize(
+    ("coming", "words"), [(True, "Waiting for a decode engine"), (False, "No decode engine is running")]
+)
 def test_prefill_never_serves_alone(coming: bool, words: str) -> None:
     verdict = may_serve(P0, Role.PREFILL, up=[], coming=coming, proofs={})
     assert not verdict.ready

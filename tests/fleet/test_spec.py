@@ -113,9 +113,9 @@ def test_a_bad_field_is_named(changes: dict[str, Any], field: str) -> None:
         ({"routing": {"mode": "it's\n" * 100}}, "is none of kv, "),
         ({"routing": {"mode": "a - at `$.x`"}}, "routing.mode: 'a - at `$.x`' is none of kv, "),
         ({"routing": {"affinity": ""}}, "routing.affinity: '' is none of none, header, user"),
-        ({"routing": {"speed": 1}}, "there are: mode, "),
-        ({"pools": {"prefill": {"colour": "red"}, "decode": {}}}, "there are: replicas, "),
-        ({"colour": "red"}, "there are: name, "),
+        ({"routing": {"speed": 1}}, "the fields are: mode, "),
+        ({"pools": {"prefill": {"colour": "red"}, "decode": {}}}, "the fields are: replicas, "),
+        ({"colour": "red"}, "the fields are: name, "),
     ],
 )
 def test_where_there_is_a_choice_the_refusal_tells_it(changes: dict[str, Any], said: str) -> None:
@@ -158,7 +158,7 @@ def test_a_missing_field_is_named(missing: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         spec.parse(document)
     assert caught.value.field == missing
-    assert f"{missing}: give " in str(caught.value), "and what to do"
+    assert f"{missing}: enter " in str(caught.value), "and what to do"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from controlplane.dashboards.figures import Proof
 from controlplane.dashboards.looks import Look
 from controlplane.dashboards.words import Quantity
 from controlplane.fleet.model import Runtime
+from controlplane.fleet.plural import plural as counted
 
 register = template.Library()
 
@@ -151,8 +152,8 @@ def meter(fraction: float | None, classes: str = "") -> SafeString:
 
 @register.filter
 def plural(number: int, noun: str) -> str:
-    """`2|plural:"engine"` → 2 engines."""
-    return words.plural(number, noun)
+    """`2|plural:"engine"` → 2 engines; `2|plural:"process,processes"` → 2 processes."""
+    return counted(number, *noun.split(","))
 
 
 @register.filter

@@ -190,10 +190,10 @@ def test_keys_are_limited_listed_and_rotated(tandem: Tandem) -> None:
     ("flags", "says"),
     [
         (("limit", "ID"), "--requests-per-minute"),
-        (("limit", "ID", "--concurrency", "many"), "concurrency: 'many'"),
+        (("limit", "ID", "--concurrency", "many"), "concurrency: enter a whole number, or write none"),
         (("limit", "ID", "--concurrency", "0"), "concurrency: "),
         (("limit", "none-such", "--concurrency", "1"), "no key none-such"),
-        (("rotate", "ID", "--overlap", "soon"), "overlap: 'soon'"),
+        (("rotate", "ID", "--overlap", "soon"), "overlap: write a span"),
     ],
 )
 def test_odd_limits_are_refused_by_name(tandem: Tandem, flags: tuple[str, ...], says: str) -> None:

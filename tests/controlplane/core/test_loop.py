@@ -89,7 +89,7 @@ def test_a_decode_engines_plan_names_the_prefill_engines_that_answer(fleet: Flee
     peers = {a.engine: a.peers for a in fleet.publisher.plans["a"].engines}
     assert set(peers.values()) == {()}, "nobody answers yet"
     assert fleet.state("decode-0") == "warming"
-    assert fleet.engine("decode-0").reason == "Answers; waits for a prefill engine to prove a KV transfer with."
+    assert fleet.engine("decode-0").reason == "It answers. Waiting for a prefill engine, to test a KV transfer with it."
     agent.stuck.clear()
     fleet.until(lambda: fleet.status() == "ready")
     peers = {a.engine: a.peers for a in fleet.publisher.plans["a"].engines}
@@ -364,12 +364,15 @@ def test_what_cannot_be_placed_says_what_it_waits_for_and_the_words_go_with_the_
     fleet.deploy()
     fleet.run(3)
     engine = fleet.engine("decode-0")
-    assert (engine.state, engine.reason) == ("pending", "Waits for a node: none has joined yet.")
+    assert (engine.state, engine.reason) == ("pending", "Waiting for a node: none has joined yet.")
     assert fleet.status() == "waiting"
-    assert fleet.snapshot.deployments[0].status == "Not serving yet. decode-0: Waits for a node: none has joined yet."
+    assert fleet.snapshot.deployments[0].status == "Not serving yet. decode-0: Waiting for a node: none has joined yet."
     fleet.join("a", facts(runtimes=(Runtime.CPU,), memory=2 * GIB))
     fleet.run(3)
-    assert fleet.engine("decode-0").reason == "Waits for a node with room (cpu): a has 2 of 4 GiB."
+    assert (
+        fleet.engine("decode-0").reason
+        == "Waiting for a node with room (cpu): a has 2 GiB free, and the engine needs 4 GiB."
+    )
     fleet.join("b", facts(runtimes=(Runtime.CPU,), memory=64 * GIB))
     fleet.until(lambda: fleet.status() == "ready")
     assert "Waits" not in fleet.engine("decode-0").reason
@@ -383,7 +386,7 @@ def test_a_cordoned_node_takes_no_new_engines_and_keeps_its_own(fleet: Fleet) ->
     services.scale(actor=OPERATOR, name="demo", role=Role.DECODE, replicas=2)
     fleet.run(5)
     assert fleet.serving() == ["decode-0", "prefill-0"]
-    assert fleet.engine("decode-1").reason == "Waits for a node that takes engines: a is cordoned."
+    assert fleet.engine("decode-1").reason == "Waiting for a node that takes engines: a is cordoned."
     node_services.uncordon(actor=OPERATOR, name="a")
     fleet.until(lambda: fleet.status() == "ready")
 
@@ -506,7 +509,7 @@ def test_nothing_is_placed_on_a_node_whose_agent_was_told_to_stop(fleet: Fleet) 
     fleet.run(30)
     assert {e.state for e in fleet.engines()} == {"pending"}
     assert fleet.status() == "waiting"
-    assert fleet.engine("decode-0").reason == "Waits for a node that takes engines: a is stopping its agent."
+    assert fleet.engine("decode-0").reason == "Waiting for a node that takes engines: a is stopping its agent."
     agent.silent = agent.leaving = False
     agent.running.clear()
     agent.restart()
@@ -560,7 +563,7 @@ def test_an_engine_stuck_in_starting_fails_at_its_limit(fleet: Fleet) -> None:
     assert fleet.state("prefill-0") == "starting"
     fleet.run(15)
     attempts = queries.attempts(fleet.engine("prefill-0").id)
-    assert attempts[-1].reason.startswith("Waited 15 min for the engine to answer a first completion.")
+    assert attempts[-1].reason.startswith("Waited 15 min for the engine's first answer.")
     assert fleet.engine("decode-0").attempt == 1, "waiting for a partner on its way is no failure"
 
 
@@ -575,7 +578,7 @@ def test_a_pair_that_cannot_transfer_is_told_to_routers_and_people(fleet: Fleet)
     fleet.run(8)
     second = fleet.engine("decode-1")
     assert second.state == "warming"
-    assert second.reason == "Answers, but the KV transfer with every prefill engine failed."
+    assert second.reason == "It answers, but the KV transfer with every prefill engine failed."
     assert fleet.serving() == ["decode-0", "prefill-0"], "it gets no traffic"
     b.set(second.id, pairs=())
     b.broken_pairs = False
@@ -698,7 +701,7 @@ def test_a_node_that_was_lost_before_a_restart_takes_nothing_until_it_reports(fl
     fleet.deploy()
     fleet.run(30)
     assert {e.state for e in fleet.engines()} == {"pending"}
-    assert fleet.engine("decode-0").reason == "Waits for a node that takes engines: a is silent."
+    assert fleet.engine("decode-0").reason == "Waiting for a node that takes engines: a does not report."
     agent.silent = False
     fleet.until(lambda: fleet.status() == "ready", 10)
 

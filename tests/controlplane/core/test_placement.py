@@ -124,7 +124,7 @@ def test_a_stand_in_node_takes_none_of_auto_while_a_real_one_is_there() -> None:
 def test_a_stand_in_never_steps_in_for_real_nodes_that_are_full_or_away(real: NodeRecord) -> None:
     answer = place_all([node("a", facts(runtimes=(SIM,))), real], wanted())[0]
     assert isinstance(answer, Waits)
-    assert answer.reason.startswith("Waits for a node with room (cpu): a runs sim; b ")
+    assert answer.reason.startswith("Waiting for a node with room (cpu): a runs sim; b ")
 
 
 # -- GPUs
@@ -161,7 +161,7 @@ def test_tensor_parallel_takes_whole_cards_of_one_node() -> None:
     assert [len(gpus) for _, gpus, _ in found] == [2, 2]
     assert "a" not in {name for name, _, _ in found}
     answer = place_all([gpu_node("a", 1), gpu_node("d", 3)], wanted(pool={"tensor_parallel": 4}))[0]
-    assert answer == Waits("Waits for 4 free GPUs on one node: a has 1 of 1 GPUs free; d has 3 of 3 GPUs free.")
+    assert answer == Waits("Waiting for 4 free GPUs on one node: a has 1 of 1 GPUs free; d has 3 of 3 GPUs free.")
 
 
 def test_a_card_that_is_being_left_counts_as_obtainable_and_is_waited_for() -> None:
@@ -210,7 +210,7 @@ def test_foreign_processes_leave_less_or_nothing(used: int, fraction: float | No
     answer = place_all([foreign_card(used)], wanted(aggregated=1))[0]
     if fraction is None:
         assert answer == Waits(
-            "Waits for a node with room (gpu): a has 0 of 1 GPUs free (other processes hold memory: train.py)."
+            "Waiting for a node with room (gpu): a has 0 of 1 GPUs free (other processes hold memory: train.py)."
         )
     else:
         assert isinstance(answer, Place)
@@ -266,14 +266,14 @@ def test_a_node_where_it_failed_is_taken_last() -> None:
 @pytest.mark.parametrize(
     ("nodes", "sentence"),
     [
-        ([], "Waits for a node: none has joined yet."),
-        ([node("a", cordoned=True)], "Waits for a node that takes engines: a is cordoned."),
-        ([node("a", silent_seconds=20.0)], "Waits for a node that takes engines: a is silent."),
-        ([NodeRecord("a")], "Waits for a node that takes engines: a has not reported yet."),
-        ([node("a")], "Waits for a node with room (gpu): a runs sim."),
+        ([], "Waiting for a node: none has joined yet."),
+        ([node("a", cordoned=True)], "Waiting for a node that takes engines: a is cordoned."),
+        ([node("a", silent_seconds=20.0)], "Waiting for a node that takes engines: a does not report."),
+        ([NodeRecord("a")], "Waiting for a node that takes engines: a has not reported yet."),
+        ([node("a")], "Waiting for a node with room (gpu): a runs sim."),
         (
             [node(n) for n in "abcde"],
-            "Waits for a node with room (gpu): a runs sim; b runs sim; c runs sim; and 2 more.",
+            "Waiting for a node with room (gpu): a runs sim; b runs sim; c runs sim; and 2 more.",
         ),
     ],
 )

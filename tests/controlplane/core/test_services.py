@@ -57,10 +57,10 @@ def test_a_bad_document_names_its_field_and_leaves_nothing() -> None:
 
 def test_names_are_taken_once() -> None:
     services.create(actor=OPERATOR, document=document("one", served_name="org/model"))
-    with pytest.raises(Conflict, match="one exists already") as caught:
+    with pytest.raises(Conflict, match="there is already a deployment one") as caught:
         services.create(actor=OPERATOR, document=document("one"))
     assert caught.value.field == "name"
-    with pytest.raises(Conflict, match="org/model is taken by one") as caught:
+    with pytest.raises(Conflict, match="org/model is already the served name of deployment one") as caught:
         services.create(actor=OPERATOR, document=document("two", served_name="org/model"))
     assert caught.value.field == "served_name"
     services.delete(actor=OPERATOR, name="one")
@@ -326,7 +326,7 @@ def test_sharing_a_card_is_a_notice(fleet: Fleet) -> None:
     fleet.join("g", facts(runtimes=(Runtime.GPU,), gpus=1))
     fleet.deploy_ready()
     (notice,) = queries.deployment_row("demo").notices
-    assert notice.startswith("Prefill and decode share GPU 0 of g: one card gains nothing by it")
+    assert notice.startswith("Prefill and decode share GPU 0 of g. On one card this only delays the first token")
 
 
 def test_history_is_read_backwards_in_pages() -> None:

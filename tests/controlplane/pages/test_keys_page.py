@@ -49,10 +49,10 @@ def test_a_key_is_made_with_limits_and_told_once(admin: Client) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
-        ("requests_per_minute", "lots", "Requests a minute: 'lots' is neither"),
-        ("tokens_per_minute", "0", "Tokens a minute: choose a whole number from 1"),
+        ("requests_per_minute", "lots", "Requests a minute: enter a whole number, or leave it empty"),
+        ("tokens_per_minute", "0", "Tokens a minute: enter a whole number from 1"),
         ("concurrency", "1.5", "Requests at a time: "),
-        ("priority", "11", "Priority: choose a whole number from -10 to 10"),
+        ("priority", "11", "Priority: enter a whole number from -10 to 10"),
         ("name", " ", "name: write 1 to 100"),
     ],
 )
