@@ -266,6 +266,7 @@ class Agent:
             holds_plan=self._plan is not None,
             facts=self._facts(),
             engines=observations,
+            sent_at=time.time(),
             leaving=self._leaving,
         )
         try:

@@ -203,6 +203,11 @@ class NodeResource(serializers.Serializer[Any]):
     report_error = serializers.CharField(
         source="node.report_error", help_text="Why its newest report cannot be read; empty: it can be."
     )
+    clock_offset = serializers.FloatField(
+        source="node.clock_offset",
+        allow_null=True,
+        help_text="Seconds by which its clock is ahead of the control plane's, about; null: not known. Used for nothing.",
+    )
     agent = serializers.CharField(source="node.agent", help_text="Random id of the agent process that reports.")
     cordoned = serializers.BooleanField(source="node.cordoned")
     engines = serializers.IntegerField()

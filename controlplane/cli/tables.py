@@ -15,6 +15,8 @@ from rich.text import Text
 from controlplane.fleet.model import Role
 
 Row = dict[str, Any]
+CLOCK_OFF = 10.0
+"""Seconds by which a node's clock must be off to be worth a word."""
 
 
 class Column(NamedTuple):
@@ -51,6 +53,11 @@ def _attempt(row: Row) -> str:
         return failed
     left = (datetime.fromisoformat(row["retry_at"]) - datetime.now(UTC)).total_seconds()
     return f"{failed}, again in {max(left, 0):.0f}s"
+
+
+def _clock(row: Row) -> str:
+    offset = row["clock_offset"]
+    return "" if offset is None or abs(offset) < CLOCK_OFF else f", clock {offset:+.0f}s"
 
 
 def _hardware(row: Row) -> str:
@@ -108,7 +115,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
     ),
     "nodes": (
         Column("NAME", lambda r: r["name"]),
-        Column("STATUS", lambda r: r["status"] + (", cordoned" if r["cordoned"] else "")),
+        Column("STATUS", lambda r: r["status"] + (", cordoned" if r["cordoned"] else "") + _clock(r)),
         Column("ADDRESS", lambda r: r["address"]),
         Column("ENGINES", lambda r: str(r["engines"])),
         Column("REPORT", lambda r: "never" if r["last_report_age"] is None else f"{r['last_report_age']:.0f}s ago"),

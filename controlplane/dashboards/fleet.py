@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from django.http import HttpRequest, HttpResponse
 
-from controlplane.dashboards import cards, figures, lanes, looks, words
+from controlplane.dashboards import figures, lanes, looks, words
 from controlplane.dashboards.connect import connect
 from controlplane.dashboards.events import recent
 from controlplane.dashboards.looks import Look
@@ -78,7 +78,7 @@ def _mini(row: DeploymentRow) -> Mini:
         found.append(MiniLane(role, role.value.capitalize(), ready, wanted, dots, len(engines) - len(dots)))
     prefills = [e for e in row.engines if e.engine.role == Role.PREFILL]
     decodes = [e for e in row.engines if e.engine.role == Role.DECODE]
-    wire = lanes.link(prefills, decodes) if row.spec.disaggregated else None
+    wire = lanes.link(prefills, decodes, row.moved) if row.spec.disaggregated else None
     flight = words.count(lanes.requests_in_flight(row.engines))
     return Mini(row, looks.DEPLOYMENT[row.condition.status], tuple(found), wire, figures.THINNEST, flight)
 
@@ -157,8 +157,7 @@ def tiles(rows: Sequence[DeploymentRow], node_rows: Sequence[NodeRow]) -> tuple[
     engines = [e for row in rows for e in row.engines]
     wanted = sum(sum(row.condition.wanted.values()) for row in rows)
     ready = sum(sum(row.condition.ready.values()) for row in rows)
-    loads = [load for e in engines if e.engine.role == Role.DECODE and (load := cards.load_of(e))]
-    received = sum(load.nixl_bytes for load in loads) if loads else None
+    received = lanes.total([row.moved.bytes if row.moved else None for row in rows])
     reporting = sum(n.status is Presence.REPORTING for n in node_rows)
     return (
         Tile("Nodes reporting", words.count(reporting), f"of {len(node_rows):,}", "node reports · now"),
@@ -173,7 +172,7 @@ def tiles(rows: Sequence[DeploymentRow], node_rows: Sequence[NodeRow]) -> tuple[
             "KV moved",
             words.moved(received),
             "",
-            f"NIXL counters of {plural(len(loads), 'decode engine')} · since each started",
+            "NIXL counters of decode engines, ended ones included · since each deployment was created",
         ),
     )
 

@@ -10,7 +10,7 @@ from controlplane.dashboards import figures, words
 from controlplane.dashboards.cards import LIVE, Card, card, load_of
 from controlplane.dashboards.figures import Drawing, Proof
 from controlplane.dashboards.words import Quantity
-from controlplane.deployments.queries import DeploymentRow, EngineRow
+from controlplane.deployments.queries import DeploymentRow, EngineRow, Transfers
 from controlplane.fleet.lifecycle import State
 from controlplane.fleet.model import Role
 from controlplane.fleet.spec import MAX_REPLICAS
@@ -117,8 +117,9 @@ def pairs(prefills: Sequence[EngineRow], decodes: Sequence[EngineRow]) -> tuple[
     return tuple(found)
 
 
-def link(prefills: Sequence[EngineRow], decodes: Sequence[EngineRow]) -> Link:
-    """The wire between the two lanes. Engines that have no process (waiting, failed, stopped) take no part in it."""
+def link(prefills: Sequence[EngineRow], decodes: Sequence[EngineRow], moved: Transfers | None) -> Link:
+    """The wire between the two lanes. Engines that have no process (waiting, failed, stopped) take no part in it, but for what
+    they have `moved`."""
     up = (*LIVE, State.STARTING)
     left = [r for r in prefills if r.state in up]
     right = [r for r in decodes if r.state in up]
@@ -131,16 +132,15 @@ def link(prefills: Sequence[EngineRow], decodes: Sequence[EngineRow]) -> Link:
         bytes_by_decode={pk: load.nixl_bytes if load else None for pk, load in loads.items()},
     )
     known = [load for load in loads.values() if load]
-    moved = sum(x.nixl_bytes for x in known) if known else None
     seconds = sum(x.nixl_seconds for x in known)
     said, tone = figures.verdict([p.proof for p in found])
     return Link(
         drawing=drawing,
         pairs=found,
-        bytes_moved=moved,
-        transfers=sum(x.nixl_transfers for x in known) if known else None,
-        rate=words.rate(moved, seconds),
-        failures=sum(x.nixl_failures for x in known) if known else None,
+        bytes_moved=moved.bytes if moved else None,
+        transfers=moved.transfers if moved else None,
+        rate=words.rate(sum(x.nixl_bytes for x in known), seconds),
+        failures=moved.failures if moved else None,
         verdict=said,
         tone=tone,
     )
@@ -167,7 +167,7 @@ def picture(row: DeploymentRow, nodes: Mapping[str, NodeRow]) -> Picture:
         for role in roles
     )
     both = row.spec.disaggregated
-    return Picture(lanes, link(by_role[Role.PREFILL], by_role[Role.DECODE]) if both else None)
+    return Picture(lanes, link(by_role[Role.PREFILL], by_role[Role.DECODE], row.moved) if both else None)
 
 
 def since(row: DeploymentRow) -> datetime:

@@ -4,14 +4,16 @@ conditional on its old state and attempt, and every state change gets its Event 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
+from django.db.models import F
 from msgspec.structs import replace
 
 from controlplane.access.roles import SYSTEM
-from controlplane.deployments.models import Attempt, Deployment, Engine, Event
+from controlplane.deployments.models import Attempt, Deployment, Engine, Event, Moved
 from controlplane.deployments.rows import Gathered
 from controlplane.deployments.world import Decision, EngineRecord, Move
 from controlplane.fleet.errors import Conflict
@@ -97,6 +99,8 @@ def _record_attempts(decision: Decision, gathered: Gathered, now: datetime) -> N
         Attempt.objects.filter(engine_id=engine_id, number=number, ended_at=None).update(
             ended_at=now, reason=move.message, exit_code=seen.exit_code if seen else None
         )
+    over = {m.engine.id for m in decision.moves if (m.engine.id, m.engine.attempt) in ended or _begins_anew(m)}
+    _keep_moved([gathered.stored[key] for key in over if key in gathered.stored], gathered)
     for engine_id, old in gathered.stored.items():
         known = old.observation.command if old.observation else ()
         seen = gathered.world.engines[engine_id].observation
@@ -109,6 +113,29 @@ def _record_attempts(decision: Decision, gathered: Gathered, now: datetime) -> N
             if m.event is Lifecycle.PLACE
         ]
     )
+
+
+def _begins_anew(move: Move) -> bool:
+    """The same attempt is started again, as its node's records were lost: its counters begin at 0."""
+    return move.old in (State.READY, State.UNHEALTHY) and move.event in (
+        Lifecycle.INSTALL,
+        Lifecycle.FETCH,
+        Lifecycle.START,
+    )
+
+
+def _keep_moved(ended: Iterable[EngineRecord], gathered: Gathered) -> None:
+    """Add what these processes had received, by the last counters that were read of them, to their deployments' totals."""
+    for engine in ended:
+        load = engine.observation.load if engine.observation else None
+        if load is None or not (load.nixl_bytes or load.nixl_transfers or load.nixl_failures):
+            continue
+        mine, _ = Moved.objects.get_or_create(deployment_id=gathered.deployment_ids[engine.deployment])
+        Moved.objects.filter(pk=mine.pk).update(
+            bytes=F("bytes") + load.nixl_bytes,
+            transfers=F("transfers") + load.nixl_transfers,
+            failures=F("failures") + load.nixl_failures,
+        )
 
 
 def _created(engine: EngineRecord) -> Event:

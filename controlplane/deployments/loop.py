@@ -75,7 +75,7 @@ def one_step(now: datetime, publisher: Publisher) -> bool:
             _mark_drains(decision, version)
             with transaction.atomic():
                 _confirm(holder, lease, now)
-                changed_nodes = reports.record(nodes, mail.reports, heard=heard)
+                changed_nodes = reports.record(nodes, mail.reports, heard=heard, now=now if heard == now else None)
                 Node.objects.bulk_update(refusals, ["report_error"])
                 node_events.tell_refusals(refusals)
                 apply(decision, gathered, now=now)

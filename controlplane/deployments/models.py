@@ -113,6 +113,19 @@ class Engine(models.Model):
         return f"{self.role}-{self.index}"
 
 
+class Moved(models.Model):
+    """KV that engine processes which have ended had received, so that a deployment's totals never fall. Written by `loop`
+    alone."""
+
+    deployment = models.OneToOneField(Deployment, on_delete=models.CASCADE, primary_key=True, related_name="moved")
+    bytes = models.BigIntegerField(default=0)
+    transfers = models.BigIntegerField(default=0)
+    failures = models.BigIntegerField(default=0)
+
+    def __str__(self) -> str:
+        return f"{self.deployment.name}: {self.bytes} B"
+
+
 class Attempt(models.Model):
     """One process of an engine, kept after its end. Its log is under `wire.log_key(node, engine, number)`."""
 

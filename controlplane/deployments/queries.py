@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Final
+from typing import Final, NamedTuple
 
-from django.db.models import Max, OuterRef, Q, Subquery
+from django.db.models import Max, OuterRef, Q, QuerySet, Subquery
 
 from controlplane import publish
 from controlplane.access.roles import SYSTEM
@@ -44,6 +44,14 @@ class EngineRow:
     """Why the attempt before ended, of an engine that is being tried again after failures."""
 
 
+class Transfers(NamedTuple):
+    """KV transfers between engines."""
+
+    bytes: int
+    transfers: int
+    failures: int
+
+
 @dataclass(frozen=True)
 class DeploymentRow:
     deployment: Deployment
@@ -51,6 +59,8 @@ class DeploymentRow:
     condition: Condition
     engines: list[EngineRow]
     """Those that have not stopped; by role, then index."""
+    moved: Transfers | None
+    """What its decode engines received since it was created, engines that have ended included; None: nobody told yet."""
     cache: CacheState | None
     """How exact cache-aware routing is, by the router that knows least and engines' short names; None: none asked for."""
     advice: list[str]
@@ -78,7 +88,7 @@ class DeploymentRow:
 
 def deployment_rows() -> list[DeploymentRow]:
     """All deployments, by name."""
-    return _rows(list(Deployment.objects.annotate(newest=Max("revisions__number")).order_by("name")))
+    return _rows(list(_deployments().order_by("name")))
 
 
 def served_names() -> dict[str, str]:
@@ -89,7 +99,7 @@ def served_names() -> dict[str, str]:
 
 def deployment_row(name: str) -> DeploymentRow:
     """Raises `NotFound`."""
-    found = list(Deployment.objects.annotate(newest=Max("revisions__number")).filter(name=name))
+    found = list(_deployments().filter(name=name))
     if not found:
         raise NotFound(f"there is no deployment {name}")
     return _rows(found)[0]
@@ -140,6 +150,10 @@ def attempts(engine_id: str) -> list[Attempt]:
     return list(Attempt.objects.filter(engine_id=engine_id).order_by("-number"))
 
 
+def _deployments() -> QuerySet[Deployment]:
+    return Deployment.objects.annotate(newest=Max("revisions__number")).select_related("moved")
+
+
 def _rows(deployments: Sequence[Deployment]) -> list[DeploymentRow]:
     routers = _routers()
     by_deployment: dict[int, list[Engine]] = {deployment.pk: [] for deployment in deployments}
@@ -158,7 +172,21 @@ def _deployment_row(deployment: Deployment, engines: list[Engine], routers: list
     order = list(Role)
     rows.sort(key=lambda row: order.index(Role(row.engine.role)))
     cache = _cache(deployment.name, records, routers)
-    return DeploymentRow(deployment, wanted.spec, condition_of(wanted, records), rows, cache, _advice(records))
+    moved = _moved(deployment, records)
+    return DeploymentRow(deployment, wanted.spec, condition_of(wanted, records), rows, moved, cache, _advice(records))
+
+
+def _moved(deployment: Deployment, engines: list[EngineRecord]) -> Transfers | None:
+    holding = [e for e in engines if e.role is Role.DECODE and e.state in HOLDS_NODE and e.observation is not None]
+    loads = [e.observation.load for e in holding if e.observation is not None and e.observation.load is not None]
+    past = getattr(deployment, "moved", None)
+    if past is None and not loads:
+        return None
+    return Transfers(
+        bytes=sum(load.nixl_bytes for load in loads) + (past.bytes if past else 0),
+        transfers=sum(load.nixl_transfers for load in loads) + (past.transfers if past else 0),
+        failures=sum(load.nixl_failures for load in loads) + (past.failures if past else 0),
+    )
 
 
 def _engine_row(engine: Engine, record: EngineRecord, routers: list[RouterStatus]) -> EngineRow:

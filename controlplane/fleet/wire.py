@@ -154,6 +154,8 @@ class NodeReport(Struct, frozen=True):
     engines: Annotated[tuple[Observation, ...], Meta(max_length=1_000)] = ()
     holds_plan: bool = True
     """False from an agent's start until it has read a plan: Redis may have lost it, and it is to be sent again."""
+    sent_at: Seconds = 0.0
+    """By the node's clock, only to show how far that is off; 0: not told."""
     leaving: bool = False
     """The agent was told to stop, and has ended its engines: nothing is to be placed on the node until its next one reports."""
 

@@ -21,6 +21,8 @@ class Node(models.Model):
     """Why its newest report cannot be read; its last readable one counts then. Empty: it can be."""
     agent = models.CharField(max_length=64, blank=True)
     report_sequence = models.BigIntegerField(default=0)
+    clock_offset = models.FloatField(null=True, blank=True)
+    """Seconds by which its clock is ahead of the server's, about; None: not known. Shown, and used for nothing."""
     last_report_at = models.DateTimeField(null=True, blank=True)
     plan_generation = models.BigIntegerField(default=0)
     """Newest plan published to it."""

@@ -11,6 +11,7 @@ from django.utils import timezone
 from controlplane.fleet.errors import NotFound
 from controlplane.fleet.lifecycle import HOLDS_NODE
 from controlplane.fleet.model import NodeFacts
+from controlplane.nodes import clock
 from controlplane.nodes.models import Node
 from controlplane.nodes.presence import Presence, presence
 from controlplane.nodes.reports import facts_of
@@ -27,6 +28,11 @@ class NodeRow:
     """That hold a place on it."""
     barred: str
     """Why it takes no new engines, beside being cordoned: as `node <name> …`; empty: nothing bars it."""
+
+    @property
+    def clock(self) -> str:
+        """How far its clock is off, as a sentence; empty: it is about right."""
+        return clock.sentence(self.node.clock_offset)
 
 
 def barred(node: Node, facts: NodeFacts | None) -> str:

@@ -11,9 +11,11 @@ import msgspec
 
 from controlplane.fleet.model import GpuFacts, NodeFacts
 from controlplane.fleet.wire import NodeReport
+from controlplane.nodes import clock
 from controlplane.nodes.models import Gpu, Node
 
-_NODE_FIELDS = ("facts", "address", "agent", "report_sequence", "applied_generation", "last_report_at")
+_NODE_FIELDS = ("facts", "address", "agent", "report_sequence", "applied_generation", "last_report_at",
+                "clock_offset")  # fmt: skip
 _GPU_FIELDS = ("uuid", "name", "memory_bytes", "memory_free_bytes", "foreign")
 
 
@@ -50,9 +52,11 @@ def age(node: Node, report: NodeReport) -> Age:
     return Age.NEW if report.sequence > node.report_sequence else Age.LATE
 
 
-def record(nodes: Sequence[Node], reports: Mapping[str, NodeReport], *, heard: datetime | None) -> list[Node]:
-    """Write the new ones among these reports. `heard`: when they came, at the earliest; None: not known at all. Returns the
-    nodes that changed."""
+def record(
+    nodes: Sequence[Node], reports: Mapping[str, NodeReport], *, heard: datetime | None, now: datetime | None = None
+) -> list[Node]:
+    """Write the new ones among these reports. `heard`: when they came, at the earliest; None: not known at all. `now`: where
+    they came just now. Returns the nodes that changed."""
     ages = {node.name: age(node, reports[node.name]) for node in nodes if node.name in reports}
     _meet([node for node in nodes if ages.get(node.name) is Age.STRANGE], reports)
     fresh = [node for node in nodes if ages.get(node.name) is Age.NEW]
@@ -71,6 +75,7 @@ def record(nodes: Sequence[Node], reports: Mapping[str, NodeReport], *, heard: d
         node.agent, node.report_sequence = report.agent, report.sequence
         node.applied_generation = report.plan_generation
         node.last_report_at = latest(node.last_report_at, heard)
+        node.clock_offset = None if now is None else clock.offset(report.sent_at, now.timestamp())
     # An upsert, not `bulk_update`: for 200 nodes its CASE expressions take Django a quarter of a second, this a tenth of it.
     Node.objects.bulk_create(fresh, update_conflicts=True, unique_fields=["id"], update_fields=_NODE_FIELDS)
     for node in gpus:

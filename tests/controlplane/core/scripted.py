@@ -70,6 +70,8 @@ class Agent:
         self.holds_plan = False
         self.silent = False
         self.leaving = False
+        self.ahead = 0.0
+        """Seconds by which its clock is."""
         self.deaf = False
         """It reports, and takes no new plan in."""
         self.stuck: set[str] = set()
@@ -102,6 +104,7 @@ class Agent:
             engines=tuple(self.running.values()),
             holds_plan=self.holds_plan,
             leaving=self.leaving,
+            sent_at=self.fleet.now.timestamp() + self.ahead,
         )
 
     def restart(self) -> None:

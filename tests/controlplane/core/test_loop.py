@@ -10,7 +10,7 @@ from django.utils import timezone
 
 from controlplane.access.models import ApiKey, AuditEntry
 from controlplane.access.roles import SYSTEM
-from controlplane.dashboards.fleet import summary
+from controlplane.dashboards.fleet import summary, tiles
 from controlplane.deployments import loop, queries, services
 from controlplane.deployments.decide import NETWORK_HEALS
 from controlplane.deployments.models import Attempt, Deployment, Engine, Event
@@ -1008,3 +1008,40 @@ def test_browsers_hear_what_changed(fleet: Fleet) -> None:
     fleet.step()
     assert set(fleet.publisher.topics) == {"deployments", "deployment:demo", "nodes", "node:a"}
     assert len(fleet.publisher.topics) == 4
+
+
+# -- totals
+
+
+def test_what_a_deployment_moved_never_falls(fleet: Fleet) -> None:
+    agent = fleet.join("a")
+    fleet.deploy_ready(pools={"prefill": {"replicas": 1}, "decode": {"replicas": 2}})
+    first, second = (fleet.engine(f"decode-{n}").id for n in (0, 1))
+    agent.set(first, load=EngineLoad(nixl_bytes=5_000, nixl_transfers=5, nixl_failures=1))
+    agent.set(second, load=EngineLoad(nixl_bytes=700, nixl_transfers=7))
+    told: list[int] = []
+
+    def run(seconds: int) -> None:
+        for _ in range(seconds):
+            fleet.step()
+            moved = queries.deployment_row("demo").moved
+            assert moved is not None
+            told.append(moved.bytes)
+
+    run(2)
+    services.scale(actor=OPERATOR, name="demo", role=Role.DECODE, replicas=1)
+    run(8)
+    assert [e.name for e in fleet.engines()] == ["decode-0", "prefill-0"]
+    agent.kill(first)
+    agent.set(first, load=None)
+    run(10)
+    agent.set(first, load=EngineLoad(nixl_bytes=30, nixl_transfers=3))
+    run(2)
+    fleet.skip(7200)
+    run(2)
+    assert told == sorted(told)
+    assert queries.deployment_row("demo").moved == (5_730, 15, 1)
+    assert tiles(queries.deployment_rows(), [])[-1].quantity.value == "5.73"
+    services.patch(actor=OPERATOR, name="demo", changes={"max_model_len": 1024})
+    run(15)
+    assert told == sorted(told)

@@ -235,6 +235,31 @@ def test_rows_show_facts_presence_age_and_engines(fleet: Fleet) -> None:
     assert (b.node.name, b.status, b.age_seconds, b.facts, b.engines) == ("b", "never reported", None, None, 0)
 
 
+@pytest.mark.parametrize(
+    ("ahead", "says"),
+    [
+        (0.0, ""),
+        (-9.0, ""),
+        (240.0, "Its clock is about 4 min ahead of the control plane's."),
+        (-40.0, "Its clock is about 40 s behind the control plane's."),
+        (-90_000.0 * 4, "Its clock is about 4 d behind the control plane's."),
+    ],
+)
+def test_a_clock_that_is_off_is_shown_and_used_for_nothing(fleet: Fleet, ahead: float, says: str) -> None:
+    agent = fleet.join("a")
+    agent.ahead = ahead
+    fleet.deploy_ready()
+    fleet.run(20)
+    (row,) = queries.node_rows()
+    assert (row.node.clock_offset, row.clock) == (ahead, says)
+    assert fleet.status() == "ready"
+    agent.silent = True
+    fleet.run(14)
+    assert fleet.status() == "ready"
+    fleet.run(3)
+    assert fleet.status() == "degraded"
+
+
 def test_rows_need_one_query(fleet: Fleet, django_assert_num_queries: Any) -> None:
     for name in "abc":
         fleet.join(name)
