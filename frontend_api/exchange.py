@@ -496,7 +496,17 @@ class Exchange:
             cached = account.usage.cached  # the rest it has computed itself, and is to tell of
             if cached is not None and trace.decode is not None and trace.prefill is None and self._cache is not None:
                 self._cache.counted(trace.decode, counted - cached)
-        self.router.decisions.add(Kept(record, trace, self._deployment, self._standing, tokens, stages))
+        self.router.decisions.add(
+            Kept(
+                record,
+                trace,
+                self._deployment,
+                self._standing,
+                tokens,
+                stages,
+                prompt.below_block if prompt is not None else 0,
+            )
+        )
 
     def _miscounted(self, tokens: int, counted: int) -> None:
         """The engine had another number of prompt tokens."""

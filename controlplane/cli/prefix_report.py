@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,6 +25,7 @@ PUBLISHED = {
     "random": (37, 41),
 }
 """Hits of 60, by one author on Dynamo with two workers of 14,816 tokens each."""
+CACHE_AWARE = ("kv", "kv-approximate")
 WITHOUT_EVENTS = (39, 44)
 """The same, asked for cache-aware routing by events that never came."""
 
@@ -45,6 +47,8 @@ class Shot(Struct):
     fallback: str = ""
     state: str = ""
     because: str = ""
+    uncacheable: str = ""
+    """Why nothing of it can be cached."""
 
     def had(self, tokens: int | None) -> bool | None:
         """Whether so many known tokens leave few enough to compute."""
@@ -78,6 +82,14 @@ class Row(Struct):
     hits: Hits
 
 
+class Finding(StrEnum):
+    """What it shows of cache-aware routing."""
+
+    WORKS = "works"
+    FAILS = "does-not-work"
+    NOTHING = "inconclusive"
+
+
 class Report(Struct):
     model: str
     mode: str
@@ -94,6 +106,7 @@ class Report(Struct):
     """Requests by why they went there."""
     hits: Hits
     rows: list[Row]
+    finding: Finding
     verdict: str
     notes: list[str]
 
@@ -111,6 +124,13 @@ def report(model: str, ready: Sequence[str], settings: dict[str, int], shots: Se
             whole.count(mine[0], repeat)
         rows.append(Row(prefix, mine, hits))
     mode = Counter(shot.mode for shot in shots).most_common(1)[0][0]
+    finding, sentence = verdict(mode, [shot.state for shot in shots], whole)
+    if short := Counter(shot.uncacheable for shot in shots if shot.uncacheable):
+        why, times = short.most_common(1)[0]
+        if 2 * times > len(shots):
+            finding, sentence = Finding.NOTHING, f"{times} of {len(shots)} prompts are {why}. Ask with more --words."
+    if len({shot.reader for shot in shots}) < 2:
+        finding = Finding.NOTHING
     return Report(
         model=model,
         mode=mode,
@@ -123,7 +143,8 @@ def report(model: str, ready: Sequence[str], settings: dict[str, int], shots: Se
         reasons=dict(Counter(shot.reason for shot in shots).most_common()),
         hits=whole,
         rows=rows,
-        verdict=verdict(mode, [shot.state for shot in shots], whole),
+        finding=finding,
+        verdict=sentence,
         notes=[*_notes(shots, rows, whole, planned)],
     )
 
@@ -143,10 +164,11 @@ def published(mode: str, states: Sequence[str]) -> Range | None:
     return Range(*PUBLISHED[mode]) if mode in PUBLISHED else None
 
 
-def verdict(mode: str, states: Sequence[str], hits: Hits) -> str:
-    """One sentence. The engine's own count decides, where there is one."""
+def verdict(mode: str, states: Sequence[str], hits: Hits) -> tuple[Finding, str]:
+    """What it shows, in a word and in a sentence. The engine's own count decides, where there is one; a mode that is not
+    cache-aware shows nothing of cache-aware routing."""
     if not hits.of:
-        return "No prefix was repeated yet: there is nothing to judge."
+        return Finding.NOTHING, "No prefix was repeated yet: there is nothing to judge."
     found, witness = (hits.by_engine, "by the engines' own count") if hits.by_engine is not None else (None, "")
     if found is None:
         found, witness = hits.by_ttft, "by the time to the first token"
@@ -154,23 +176,25 @@ def verdict(mode: str, states: Sequence[str], hits: Hits) -> str:
     share = found * PUBLISHED_OF / hits.of
     expected = published(mode, states)
     if expected is None:
-        return f"{here}; nothing is published for the mode {mode or 'of this endpoint'}."
+        return Finding.NOTHING, f"{here}; nothing is published for the mode {mode or 'of this endpoint'}."
     if mode == "kv" and expected == WITHOUT_EVENTS:
-        return (
+        return Finding.FAILS, (
             f"{here} (published for kv without events: {expected} of {PUBLISHED_OF}): the router knows nothing of the engines' "
             "KV, and routes like one without a cache."
         )
     against = f"published for {mode}: {expected} of {PUBLISHED_OF}"
     foreseen = hits.by_router if hits.by_router is not None else found
     if mode == "kv" and min(share, foreseen * PUBLISHED_OF / hits.of) <= WITHOUT_EVENTS[1]:
-        return (
+        return Finding.FAILS, (
             f"{here}, and the router foresaw {foreseen}: that is what a router without events gives "
             f"({Range(*WITHOUT_EVENTS)}); {against}. Cache-aware routing does not work here."
         )
     slack = PUBLISHED_OF / hits.of if hits.of < PUBLISHED_OF else 1  # one repeat of a short run weighs more
+    aware = mode in CACHE_AWARE
     if share < expected.low - slack:
-        return f"{here}: fewer than {against}."
-    return f"{here}: {'as' if share <= expected.high + slack else 'more than'} {against}."
+        return Finding.FAILS if aware else Finding.NOTHING, f"{here}: fewer than {against}."
+    how = "as" if share <= expected.high + slack else "more than"
+    return Finding.WORKS if aware else Finding.NOTHING, f"{here}: {how} {against}."
 
 
 def _notes(shots: Sequence[Shot], rows: Sequence[Row], hits: Hits, planned: int) -> list[str]:

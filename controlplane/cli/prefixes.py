@@ -24,7 +24,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainin
 
 from controlplane.cli import prefix_report
 from controlplane.cli.client import Refused, Unreachable
-from controlplane.cli.prefix_report import Report, Shot
+from controlplane.cli.prefix_report import Finding, Report, Shot
 from controlplane.fleet import addresses
 from controlplane.fleet.addresses import reachable
 from controlplane.fleet.config import Config, secret_file
@@ -34,6 +34,7 @@ from controlplane.fleet.outbound import proxy_for
 LONGEST_WAIT = 600.0
 """Seconds for one answer: a CPU reads a long prompt for a minute."""
 OUTPUT_TOKENS = 4
+EXIT_CODES = {Finding.WORKS: 0, Finding.FAILS: 3, Finding.NOTHING: 4}
 _EVERYDAY = (
     "able about above add again ago air allow also always among angle answer apple area arm arrive art ask away bank "
     "bath bear beauty before best big bird bit board boat bone born bought bread bright broad broke brown busy but "
@@ -51,7 +52,7 @@ WORDS = tuple(_EVERYDAY.split())
 
 
 def run(settings: Config, arguments: argparse.Namespace) -> int:
-    """The whole command. Raises `TandemError` (refused, unreachable, wrong input) and `KeyboardInterrupt`, after printing what
+    """The whole command; returns the exit code of what it found (`EXIT_CODES`). Raises `TandemError` (refused, unreachable, wrong input) and `KeyboardInterrupt`, after printing what
     there is by then."""
     seed = arguments.seed if arguments.seed is not None else secrets.randbelow(1 << 31)
     url = _endpoint(arguments.url) if arguments.url else f"http://{reachable(settings.bind)}:{settings.openai_port}"
@@ -61,6 +62,7 @@ def run(settings: Config, arguments: argparse.Namespace) -> int:
             raise Refused(_too_few(endpoint.model, readers), status=503)
         plan = Plan(arguments.prefixes, arguments.repeats, arguments.words, arguments.tail_words, seed)
         shots: list[Shot] = []
+        finding = Finding.NOTHING
         try:
             with _progress(plan.count) as advance:
                 for prefix, text in plan.prompts():
@@ -70,7 +72,8 @@ def run(settings: Config, arguments: argparse.Namespace) -> int:
             if shots:
                 report = prefix_report.report(endpoint.model, readers, plan.settings, shots, plan.count)
                 _print(report, as_json=arguments.json)
-    return 0
+                finding = report.finding
+    return EXIT_CODES[finding]
 
 
 def _print(report: Report, *, as_json: bool) -> None:
@@ -208,6 +211,7 @@ def _shot(prefix: int, ttft: float, usage: Mapping[str, Any], headers: httpx.Hea
         fallback=told("fallback"),
         state=told("state"),
         because=told("state-because"),
+        uncacheable=told("overlap-because"),
     )
 
 

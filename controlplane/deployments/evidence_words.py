@@ -32,6 +32,8 @@ REASONS = {
 }
 """By code."""
 _SHOWN = 3
+_FEW = 4
+"""Prompts, of which fewer tell nothing."""
 
 
 def sentence(cache: CacheState) -> str:
@@ -40,7 +42,17 @@ def sentence(cache: CacheState) -> str:
     for who, reason in cache.reasons.items():
         alike.setdefault(reason, []).append(who)
     why = "; ".join(_one(reason, engines) for reason, engines in alike.items())
-    return f"Cache-aware routing is {cache.state}{f': {why}' if why else ''}."
+    return f"Cache-aware routing is {cache.state}{f': {why}' if why else ''}.{_of_short(cache)}"
+
+
+def _of_short(cache: CacheState) -> str:
+    """Said where it explains why nothing is found in any cache."""
+    if cache.short_prompts < _FEW or 2 * cache.short_prompts < cache.prompts:
+        return ""
+    return (
+        f" Of the last {cache.prompts} prompts {cache.short_prompts} are no longer than one KV block ({cache.short_block} tokens): "
+        "they cannot be cached."
+    )
 
 
 def _one(reason: str, engines: list[str]) -> str:

@@ -225,7 +225,13 @@ def _cache(name: str, engines: list[EngineRecord], routers: list[RouterStatus]) 
         return None
     worst = min(told, key=lambda cache: _CACHE_STATES.index(cache.state) if cache.state in _CACHE_STATES else -1)
     names = {engine.id: engine.name for engine in engines}
-    return CacheState(worst.state, {names.get(who, who): reason for who, reason in worst.reasons.items()})
+    return CacheState(
+        worst.state,
+        {names.get(who, who): reason for who, reason in worst.reasons.items()},
+        sum(cache.prompts for cache in told),
+        sum(cache.short_prompts for cache in told),
+        max(cache.short_block for cache in told),
+    )
 
 
 def _advice(engines: list[EngineRecord]) -> list[str]:

@@ -302,6 +302,12 @@ class CacheState(Struct, frozen=True):
     """exact, approximate, degraded or blind."""
     reasons: Annotated[dict[str, str], Meta(max_length=10_000)] = {}
     """Why it is not exact: by engine id, `*` for all."""
+    prompts: Count = 0
+    """Lately …"""
+    short_prompts: Count = 0
+    """… and those of them that were no longer than one KV block, and so cannot be cached."""
+    short_block: Count = 0
+    """Tokens of that block."""
 
 
 class Fault(Struct, frozen=True):

@@ -35,6 +35,8 @@ LARGE_BLOCK_SIZE = 128
 NO_TOKENIZER = "the router has no tokenizer for this model"
 LOADING = "the tokenizer is being loaded"
 CACHE_AWARE = (RoutingMode.KV, RoutingMode.KV_APPROXIMATE)
+HALF_SECONDS = 60.0
+"""After which what prompts were like counts half."""
 RANKS = "kv_rank_unknown"
 """The engine itself chooses which of its data-parallel ranks takes a request."""
 
@@ -115,7 +117,7 @@ def _offset(address: str, rank: int) -> str:
 class Prompt:
     """The tokens of one request, and how many of them each engine has already."""
 
-    __slots__ = ("_cache", "_evident", "_hashes", "_tokenizer", "overlap", "tokens")
+    __slots__ = ("_cache", "_evident", "_hashes", "_tokenizer", "below_block", "overlap", "tokens")
 
     def __init__(
         self,
@@ -124,8 +126,11 @@ class Prompt:
         overlap: dict[Engine, int],
         hashes: dict[int, list[int]],
         evident: Mapping[Engine, int] | None = None,
+        below_block: int = 0,
     ) -> None:
         self.tokens = tokens
+        self.below_block = below_block
+        """Tokens of a KV block, if the prompt is no longer than one, so that nothing of it can be cached; else 0."""
         self.overlap = overlap
         """Tokens from the first on that an engine holds; engines with none are left out."""
         self._cache = cache
@@ -198,6 +203,9 @@ class Cache:
         """What was sent to engines, in the mode without events."""
         self._holding: tuple[tuple[Engine, Holder], ...] = ()
         """Whose blocks the index has."""
+        self.prompts = self.short_prompts = self.short_block = 0
+        """Lately: prompts, those of them that were no longer than one KV block, and its tokens."""
+        self._halved_at = 0.0
         self._several = False
         """Some engine has several holders: its data-parallel ranks."""
 
@@ -284,6 +292,10 @@ class Cache:
         for rank in joined.from_iterable(self.ranks.values()):
             rank.tick(now)
         self._sent.expire(now)
+        if now - self._halved_at > HALF_SECONDS:
+            self._halved_at = now
+            self.prompts //= 2
+            self.short_prompts //= 2
         self._list_sizes()
         self.predicted.tick(now)
         self.index.sweep()
@@ -319,7 +331,14 @@ class Cache:
                     if overlap is evident:
                         overlap = evident.copy()
                     overlap[engine] = blocks * size
-        return Prompt(self, len(tokens), overlap, hashes, evident)
+        below = min(hashes, default=0)
+        if len(tokens) > below:
+            below = 0
+        self.prompts += 1
+        if below:
+            self.short_prompts += 1
+            self.short_block = below
+        return Prompt(self, len(tokens), overlap, hashes, evident, below)
 
     def sent_to(self, engine: Engine, hashes: Mapping[int, Sequence[int]], evident: int, now: float) -> None:
         """`evident`: tokens that it has already, as events tell."""

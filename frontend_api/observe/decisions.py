@@ -24,6 +24,7 @@ from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.wire import RequestRecord
 from frontend_api.formats.openai import Problem, error_body
 from frontend_api.observe.account import STAGES
+from frontend_api.observe.explain import below_one_block
 from frontend_api.routing.choice import Choice, explain_costs
 from frontend_api.routing.costs import costs_of
 from frontend_api.routing.reason import Reason
@@ -92,6 +93,8 @@ class Decision(Struct):
     prompt_tokens: int | None
     """As the router counted them; None: not known."""
     overlap_tokens: int | None
+    overlap_because: str
+    """Why nothing of the prompt can be cached; empty: it can."""
     cached_tokens: int | None
     """As the engine reported them."""
     used: dict[str, int]
@@ -120,6 +123,8 @@ class Kept(NamedTuple):
     standing: Standing | None
     prompt_tokens: int | None
     stages: tuple[float, ...]
+    below_block: int = 0
+    """See `Prompt.below_block`."""
 
 
 class Board:
@@ -307,6 +312,7 @@ def _decision(kept: Kept, process: int) -> Decision:
         state_because=dict(standing.reasons) if standing is not None else {},
         prompt_tokens=kept.prompt_tokens,
         overlap_tokens=record.overlap_tokens,
+        overlap_because=below_one_block(kept.below_block) if kept.below_block else "",
         cached_tokens=record.cached_tokens,
         used={
             "prompt": record.prompt_tokens or 0,

@@ -51,7 +51,14 @@ def _of_cache(trace: Trace, cache: Cache, prompt: Prompt | None) -> str:
     if len(reasons) > MOST:
         told.append(f"{len(reasons) - MOST} more")
     because = "; ".join(told) or "-"
-    return f"x-tandem-state: {state}\r\nx-tandem-state-because: {because}\r\nx-tandem-overlap: {overlap}\r\n"
+    lines = f"x-tandem-state: {state}\r\nx-tandem-state-because: {because}\r\nx-tandem-overlap: {overlap}\r\n"
+    if prompt is not None and prompt.below_block:
+        lines += f"x-tandem-overlap-because: {below_one_block(prompt.below_block)}\r\n"
+    return lines
+
+
+def below_one_block(tokens: int) -> str:
+    return f"no longer than one KV block ({tokens} tokens): cannot be cached"
 
 
 def _candidates(costs: Sequence[Cost]) -> list[str]:

@@ -213,8 +213,8 @@ class Telemetry:
         return self._dropped[()]
 
     def status(self, view: View, evidence: Evidence, outcomes: Outcomes) -> RouterStatus:
-        standings = {
-            deployment.name: cache.standing()
+        caches = {
+            deployment.name: cache
             for name, cache in evidence.caches.items()
             if (deployment := view.deployments.get(name)) is not None
         }
@@ -229,7 +229,7 @@ class Telemetry:
             keys_seen={key: at for key, at in self._keys_seen.items() if now - at < KEY_TOLD},
             started_at=self.started_at,
             faults=outcomes.faults(view.engines(), monotonic()),
-            caches={name: CacheState(s.state, dict(s.reasons)) for name, s in standings.items()},
+            caches={name: _told(cache) for name, cache in caches.items()},
         )
 
     # ---- to Prometheus
@@ -304,6 +304,11 @@ class Telemetry:
         self.share(view, evidence, clients=clients, upstream=upstream, waiting=waiting)
         others = self._slots.others(self._index) if self._slots is not None else []
         return figures.text(figures.added([self._figures, *others]))
+
+
+def _told(cache: Cache) -> CacheState:
+    state, reasons = cache.standing()
+    return CacheState(state, dict(reasons), cache.prompts, cache.short_prompts, cache.short_block)
 
 
 def _observe(histogram: Histogram, bounds: tuple[float, ...], value: float) -> None:

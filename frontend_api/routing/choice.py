@@ -238,7 +238,7 @@ def _alone(answering: Sequence[Engine], asked: _Asked, reason: Reason, *, fallba
     local = _weighed(answering, Part.ALONE, asked.prompt, asked.need)
     at, special = _pick(local, asked)
     if reason in _IN_MODE:
-        reason = special or _why(local, at)
+        reason = special or _why(local, at, asked.prompt)
     return Choice(None, answering[at], reason, fallback, (local,))
 
 
@@ -343,7 +343,7 @@ def _pair_by_cost(
     (one, first), (two, second) = _pick(read, asked), _pick(fetch, asked)
     if pair and (prefills[one].id, answering[two].id) in broken:
         (one, two), first, second = pair, None, None
-    reason = first or (second if second in _TELLING else None) or _why(read, one)
+    reason = first or (second if second in _TELLING else None) or _why(read, one, prompt)
     return Choice(prefills[one], answering[two], reason, False, weighed)
 
 
@@ -377,8 +377,10 @@ def _cheapest(totals: Sequence[float], engines: Sequence[Engine], asked: _Asked)
     return min((at for at, total in enumerate(totals) if total == least), key=lambda at: engines[at].last_taken), None
 
 
-def _why(weighed: Weighed, at: int) -> Reason:
+def _why(weighed: Weighed, at: int, prompt: Prompt) -> Reason:
     """What the KV has to do with it."""
+    if prompt.below_block:
+        return Reason.BELOW_ONE_BLOCK
     overlap = weighed.overlap
     if not overlap:
         return Reason.NO_OVERLAP

@@ -17,6 +17,9 @@ class Reason(StrEnum):
     """Another engine has more of the prompt, and its load would cost more than that saves."""
     NO_OVERLAP = "no-overlap"
     """No engine has any of the prompt: load decides."""
+    BELOW_ONE_BLOCK = "below-one-block"
+    """The prompt is no longer than one KV block: engines keep whole blocks and compute the last token anew, so it cannot be
+    cached. Load decides."""
     NO_TOKENS = "no-tokens"
     """The prompt's tokens are not known: load alone decides."""
     ROOM_WINS = "room-wins"

@@ -16,7 +16,7 @@ import pytest_asyncio
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from controlplane.cli import prefix_report
-from controlplane.cli.prefixes import WORDS
+from controlplane.cli.prefixes import EXIT_CODES, WORDS
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import Disaggregate, FleetSnapshot, RoutingMode, RoutingPolicy, SnapshotDeployment, encode
 from tests.frontend_api.client import ask
@@ -97,8 +97,9 @@ class Fleet:
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         out, err = await process.communicate()
-        assert process.returncode == 0, err.decode()
+        assert out, err.decode()
         report: dict[str, Any] = json.loads(out)
+        assert process.returncode == EXIT_CODES[prefix_report.Finding(report["finding"])]
         prefix_report.show(msgspec.convert(report, prefix_report.Report))
         assert (report["requests"], report["hits"]["of"]) == (72, 60)
         assert len(report["readers"]) == 2
@@ -127,6 +128,7 @@ async def test_with_events_every_prefix_is_found_again(fleet: Fleet, disaggregat
     assert report["hits"]["by_router"] >= 58
     assert report["states"] == {"exact": 72}
     assert "as published for kv: 60 of 60" in report["verdict"]
+    assert report["finding"] == "works"
     reading = {name for name in report["readers"] if not name.startswith("decode")}
     assert set(report["ready"]) == reading == set(report["readers"])
 
@@ -156,4 +158,5 @@ async def test_events_that_never_come_leave_chance_and_it_is_said(fleet: Fleet) 
     assert report["hits"]["by_router"] == 0
     assert 25 <= report["hits"]["by_engine"] <= 57
     assert report["hits"]["by_engine"] > report["hits"]["by_router"]
+    assert report["finding"] == "does-not-work"
     assert "does not work here" in report["verdict"] or "like one without a cache" in report["verdict"]

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from controlplane.deployments import evidence_words
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import Disaggregate, RoutingMode, RoutingPolicy, SnapshotEngine
 from frontend_api.formats.openai import Endpoint
@@ -218,6 +219,28 @@ async def test_a_prompt_goes_where_it_need_not_wait_for_kv(make_fleet: MakeFleet
         text = (await ask(site.port, "/metrics", None)).body.decode()
         assert re.search(r'engine_kv_room\{engine="a0"\} \d{1,3}\n', text)
         assert re.search(r'engine_kv_room\{engine="a1"\} 6\d{3}\n', text)
+
+
+async def test_prompts_that_no_block_holds_are_told_as_such(make_fleet: MakeFleet) -> None:
+    fleet = await make_fleet("a0", "a1")
+    await fleet.exact()
+    ids = prompt(1)
+    for _ in range(2):
+        for length, because in ((BLOCK - 1, True), (BLOCK, True), (BLOCK + 1, False)):
+            told = await fleet.ask(ids[:length])
+            assert (told["reason"] == "below-one-block") is because
+            assert ("overlap-because" in told) is because
+    assert told["overlap"] == f"{BLOCK}/{BLOCK + 1}"
+    decisions = (await ask(fleet.site.port, "/debug/decisions?limit=2", None)).json["decisions"]
+    assert [d["overlap_because"] for d in decisions] == [
+        "",
+        f"no longer than one KV block ({BLOCK} tokens): cannot be cached",
+    ]
+    status = fleet.site.telemetry.status(fleet.site.view, fleet.site.evidence, fleet.site.router.outcomes)
+    assert evidence_words.sentence(status.caches["dep"]) == (
+        f"Cache-aware routing is exact. Of the last 6 prompts 4 are no longer than one KV block ({BLOCK} tokens): "
+        "they cannot be cached."
+    )
 
 
 async def test_the_second_turn_goes_to_the_engine_of_the_first(make_fleet: MakeFleet) -> None:

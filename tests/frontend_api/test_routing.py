@@ -146,6 +146,15 @@ def test_overlap_decides_for_each_pool_by_itself() -> None:
     )
 
 
+def test_a_prompt_that_no_block_holds_is_told_as_such() -> None:
+    deployment = fleet("a0", "a1", policy=KV)
+    short = Prompt(Cache(deployment), 89, {}, {}, below_block=128)
+    assert choose(deployment, now=0.0, prompt=short).reason is Reason.BELOW_ONE_BLOCK
+    with carrying(deployment.aggregated[0]):
+        choice = choose(deployment, now=0.0, prompt=short)
+    assert (choice.decode, choice.reason) == (deployment.aggregated[1], Reason.BELOW_ONE_BLOCK)
+
+
 def test_equal_costs_go_to_the_least_served_and_no_overlap_to_the_least_loaded() -> None:
     deployment = fleet("a0", "a1", "a2", policy=KV)
     taken = []

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from controlplane import cli
-from controlplane.cli.prefix_report import Hits, Shot, report, verdict
+from controlplane.cli.prefix_report import Finding, Hits, Shot, report, verdict
 from controlplane.cli.prefixes import Plan
 
 SETTINGS = {"prefixes": 2, "words": 16, "repeats": 2, "tail_words": 1, "seed": 1}
@@ -69,35 +69,51 @@ def test_a_witness_that_says_nothing_is_not_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "state", "hits", "router", "says"),
+    ("mode", "state", "hits", "router", "finding", "says"),
     [
-        ("kv", "exact", 60, 60, "as published for kv: 60 of 60"),
-        ("kv", "exact", 59, 60, "as published"),
-        ("kv", "exact", 52, 58, "fewer than published for kv"),
-        ("kv", "exact", 41, 41, "does not work here"),
-        ("kv", "degraded", 47, 0, "the router foresaw 0"),
-        ("kv", "blind", 41, 0, "routes like one without a cache"),
-        ("kv-approximate", "approximate", 55, 60, "as published for kv-approximate: 53–60"),
-        ("kv-approximate", "approximate", 44, 60, "fewer than"),
-        ("round-robin", "", 40, None, "as published for round-robin: 35–43"),
-        ("round-robin", "", 50, None, "more than"),
-        ("least-load", "", 38, None, "as published"),
-        ("random", "", 20, None, "fewer than"),
-        ("", "", 20, None, "nothing is published"),
+        ("kv", "exact", 60, 60, Finding.WORKS, "as published for kv: 60 of 60"),
+        ("kv", "exact", 59, 60, Finding.WORKS, "as published"),
+        ("kv", "exact", 52, 58, Finding.FAILS, "fewer than published for kv"),
+        ("kv", "exact", 41, 41, Finding.FAILS, "does not work here"),
+        ("kv", "degraded", 47, 0, Finding.FAILS, "the router foresaw 0"),
+        ("kv", "blind", 41, 0, Finding.FAILS, "routes like one without a cache"),
+        ("kv-approximate", "approximate", 55, 60, Finding.WORKS, "as published for kv-approximate: 53–60"),
+        ("kv-approximate", "approximate", 44, 60, Finding.FAILS, "fewer than"),
+        ("round-robin", "", 40, None, Finding.NOTHING, "as published for round-robin: 35–43"),
+        ("round-robin", "", 50, None, Finding.NOTHING, "more than"),
+        ("least-load", "", 38, None, Finding.NOTHING, "as published"),
+        ("random", "", 20, None, Finding.NOTHING, "fewer than"),
+        ("", "", 20, None, Finding.NOTHING, "nothing is published"),
     ],
 )
-def test_the_verdict(mode: str, state: str, hits: int, router: int | None, says: str) -> None:
-    told = verdict(mode, [state] * 72, Hits(60, 3, router, hits))
+def test_the_verdict(mode: str, state: str, hits: int, router: int | None, finding: Finding, says: str) -> None:
+    found, told = verdict(mode, [state] * 72, Hits(60, 3, router, hits))
+    assert found is finding
     assert says in told
     assert told.startswith(f"{hits} of 60 repeats were hits by the engines' own count")
     assert told.count(". ") <= 1
 
 
 def test_a_short_run_is_measured_against_the_same_share() -> None:
-    assert "as published for kv: 60 of 60" in verdict("kv", ["exact"], Hits(10, 10, 10, 10))
-    assert "as published" in verdict("kv", ["exact"], Hits(10, 9, 10, 9)), "one repeat of ten weighs six of sixty"
-    assert "fewer than" in verdict("kv", ["exact"], Hits(10, 8, 10, 8))
-    assert "nothing to judge" in verdict("kv", ["exact"], Hits())
+    assert "as published for kv: 60 of 60" in verdict("kv", ["exact"], Hits(10, 10, 10, 10))[1]
+    assert "as published" in verdict("kv", ["exact"], Hits(10, 9, 10, 9))[1], "one repeat of ten weighs six of sixty"
+    assert "fewer than" in verdict("kv", ["exact"], Hits(10, 8, 10, 8))[1]
+    found, says = verdict("kv", ["exact"], Hits())
+    assert (found, "nothing to judge" in says) == (Finding.NOTHING, True)
+
+
+def test_prompts_that_no_block_holds_show_nothing() -> None:
+    """Block size 128, prompts of 89 tokens: nothing is ever found, whatever the router does."""
+    why = "no longer than one KV block (128 tokens): cannot be cached"
+    found = report("m", ["e0", "e1"], SETTINGS, shots(0, 0, 0, 0, uncacheable=why), 4)
+    assert found.finding is Finding.NOTHING
+    assert found.verdict == f"4 of 4 prompts are {why}. Ask with more --words."
+
+
+def test_one_reader_shows_nothing() -> None:
+    given = [*shots(0), *shots(90), *shots(90)]
+    assert report("m", ["e0", "e1"], SETTINGS, given, 3).finding is Finding.NOTHING
+    assert report("m", ["e0", "e1"], SETTINGS, shots(0, 90, 90), 3).finding is Finding.WORKS
 
 
 @pytest.mark.parametrize(
@@ -127,6 +143,8 @@ class Endpoint:
     def __init__(self) -> None:
         self.readers = ["p0", "p1"]
         self.explains = True
+        self.uncacheable = "-"
+        self.remembers = True
         self.key = ""
         self.models = ["m"]
         self.error_at = self.hold_at = -1
@@ -173,7 +191,7 @@ class Endpoint:
         candidates = [f"{engine} prefill total=0.1 overlap=0" for engine in self.readers]
         for name, value in {
             "reason": "overlap", "mode": "kv", "state": "exact", "state-because": "-", "prefill": reader, "decode": "d0",
-            "fallback": "-", "overlap": "unknown" if overlap is None else f"{overlap}/100",
+            "fallback": "-", "overlap-because": self.uncacheable, "overlap": "unknown" if overlap is None else f"{overlap}/100",
             "candidates": "; ".join([*candidates, "d0 decode total=0.1 overlap=0", "d0 local total=0.2 overlap=0"]),
         }.items():  # fmt: skip
             to.send_header(f"x-tandem-{name}", value)
@@ -185,7 +203,7 @@ class Endpoint:
             self.let_go.wait(20)
         head = body["prompt"].split()[0]
         before = sum(earlier["prompt"].split()[0] == head for earlier in self.asked[:-1])
-        cached = 96 if before else 0
+        cached = 96 if before and self.remembers else 0
         to.send_response(200)
         self.explain(to, self.readers[number % len(self.readers)], cached)
         to.send_header("content-type", "text/event-stream")
@@ -244,6 +262,17 @@ def test_a_whole_run_without_a_control_plane(endpoint: Endpoint, bench: Bench) -
     assert out.count("3 of 3") >= 6
     assert "9 of 9 repeats were hits by the engines' own count: as published for kv: 60 of 60." in out
     assert err == "12 of 12 requests\n"
+
+
+def test_the_exit_status_is_the_verdict(endpoint: Endpoint, bench: Bench) -> None:
+    assert bench()[0] == 0
+    endpoint.asked.clear()
+    endpoint.remembers = False
+    code, out, _ = bench()
+    assert (code, "Cache-aware routing does not work here." in out) == (3, True)
+    endpoint.uncacheable = "no longer than one KV block (128 tokens): cannot be cached"
+    code, out, _ = bench("--json")
+    assert (code, json.loads(out)["finding"]) == (4, "inconclusive")
 
 
 def test_json_holds_every_request(bench: Bench) -> None:
