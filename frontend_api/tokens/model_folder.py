@@ -16,6 +16,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from controlplane.fleet import tokenizer_files
+from frontend_api.tokens import bounds
 from frontend_api.tokens.chat_template import ChatTemplate
 from frontend_api.tokens.prompts import NOT_DEFAULTS, Templates
 
@@ -52,9 +53,24 @@ def _refuse_other_renderers(folder: Path) -> None:
         raise TokenizerUnusable(f"{folder.name}: the engine renders {kind or 'this model'} by code of its own")
 
 
+MOST_BYTES = 16 << 20
+"""Of a file beside the tokenizer's own."""
+MOST_MISSING = 1_000
+"""Tokens that the configuration names and the tokenizer does not have."""
+
+
+def _read(path: Path) -> bytes:
+    """Raises `OSError`."""
+    with path.open("rb") as file:
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise OSError(f"it has more than {MOST_BYTES} bytes")
+    return data
+
+
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(_read(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -67,7 +83,10 @@ def _load(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
     if not path.is_file():
         raise TokenizerUnusable(f"{folder} has no tokenizer.json")
     try:
+        bounds.check(path)
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except bounds.Unbounded as error:
+        raise TokenizerUnusable(f"tokenizer.json is not used: {error}") from None
     except Exception as error:  # the library raises no narrower type
         raise TokenizerUnusable(f"tokenizer.json cannot be read: {error}") from None
     tokenizer.no_padding()
@@ -97,6 +116,7 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 def _add_missing(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any], names: Mapping[str, str]) -> None:
     """Adds the tokens that the configuration names and `tokenizer.json` does not, as `transformers` does."""
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    most = len(known) + MOST_MISSING
     listed = config.get("added_tokens_decoder") or {}
     wanted = [token for _, token in sorted(listed.items(), key=lambda entry: int(entry[0]))]
     more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
@@ -106,6 +126,10 @@ def _add_missing(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any], nam
         if text is None or text in known:
             continue
         known.add(text)
+        if len(known) > most or len(text) > bounds.MOST_TOKEN:
+            raise TokenizerUnusable(
+                "tokenizer_config.json: it names too many tokens that tokenizer.json lacks, or too long ones"
+            )
         if isinstance(token, dict):
             fields = ("single_word", "lstrip", "rstrip", "normalized", "special")
             tokenizer.add_tokens([AddedToken(text, **{k: token[k] for k in fields if k in token})])
@@ -122,9 +146,9 @@ def _templates(folder: Path, config: Mapping[str, Any], names: Mapping[str, str]
         sources["default"] = given
     elif isinstance(given, list):
         sources = {entry["name"]: entry["template"] for entry in given}
-    files = {path.stem: path.read_text() for path in (folder / "additional_chat_templates").glob("*.jinja")}
+    files = {path.stem: _read(path).decode() for path in (folder / "additional_chat_templates").glob("*.jinja")}
     if (main := folder / "chat_template.jinja").exists():
-        files["default"] = main.read_text()
+        files["default"] = _read(main).decode()
     sources = files or sources
     if "default" not in sources:
         return None

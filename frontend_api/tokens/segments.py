@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
@@ -93,14 +94,40 @@ def _added(tokenizer: Tokenizer) -> list[AddedToken]:
     return sorted(tokens, key=lambda token: len(token.content), reverse=True)
 
 
+def alternation(texts: Iterable[str]) -> str:
+    """A pattern that finds the longest of these texts, however many they are, without trying one after the other."""
+    tree: dict[str, Any] = {}
+    for text in texts:
+        node = tree
+        for char in text:
+            node = node.setdefault(char, {})
+        node[""] = {}
+    return _branches(tree)
+
+
+def _branches(node: dict[str, Any]) -> str:
+    parts = []
+    for char, below in node.items():
+        if char:
+            begun = char
+            while len(below) == 1 and "" not in below:
+                ((char, below),) = below.items()
+                begun += char
+            parts.append(re.escape(begun) + (_branches(below) if below.keys() != {""} else ""))
+    joined = parts[0] if len(parts) == 1 and "" not in node else f"(?:{'|'.join(parts)})"
+    return joined + "?" if "" in node else joined
+
+
 def _cutter(tokenizer: Tokenizer) -> Cut | None:
     """Cuts before added tokens; None: they could then be found, or not found, differently."""
     tokens = _added(tokenizer)
     if tokenizer.encode_special_tokens or not tokens or any(token.single_word for token in tokens):
         return None
-    marks = [re.escape(token.content) for token in tokens]
+    try:
+        find = re.compile(alternation(token.content for token in tokens if token.content)).finditer
+    except RecursionError:  # each is the next one's beginning
+        return None
     kept = {token.content for token in tokens if not token.lstrip and not token.content[:1].isspace()}
-    find = re.compile("|".join(marks)).finditer
 
     def cut(text: str) -> list[str]:
         pieces = []
