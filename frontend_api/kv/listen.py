@@ -33,6 +33,9 @@ HEARTBEAT_SECONDS = 10.0
 there now would not be heard."""
 LOOK_SECONDS = 0.05
 """So often batches are looked for while they follow each other more quickly: to be woken for each costs more than it says."""
+SLOW_SECONDS = 1.0
+SLOW_PAUSE = 10.0
+"""A tokenizer that took longer to load is the last of its deployment for so many times as long: loading stops other threads."""
 TURN_SECONDS = 0.002
 """For which batches are taken before other tasks get their turn."""
 MOST_BYTES = 4 << 20
@@ -67,6 +70,8 @@ class Follower:
         self._load = load
         self._saved = saved
         self._loading: dict[str, asyncio.Task[None]] = {}
+        self._rest_until: dict[str, float] = {}
+        """By deployment, when its next tokenizer may be loaded; monotonic."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))  # each rank takes four
         self._futures = zmq.asyncio.Context(self._context)
@@ -107,12 +112,13 @@ class Follower:
             if why := getattr(cache.tokens, "given_up", ""):
                 log.warning("%s: token ids are given up: %s.", cache.name, why)
                 cache.tokens, cache.no_tokens, cache.awaits_tokens = None, why, False
-            if cache.tokens is None and cache.awaits_tokens and cache.tokenizer not in self._loading:
+            rests = self._rest_until.get(cache.name, 0.0) > monotonic()
+            if cache.tokens is None and cache.awaits_tokens and cache.tokenizer not in self._loading and not rests:
                 self._loading[cache.tokenizer] = asyncio.create_task(self._load_tokens(cache, cache.tokenizer))
 
     async def _load_tokens(self, cache: Cache, tokenizer: str) -> None:
         tokens: TokenSource | None = None
-        why, pause = "the tokenizer cannot be used", 0.0
+        why, pause, began_at = "the tokenizer cannot be used", 0.0, monotonic()
         try:
             tokens = await asyncio.to_thread(self._load, cache.folder, cache.tokenizer_key)
         except Absent as error:
@@ -125,6 +131,9 @@ class Follower:
             if pause and why != cache.no_tokens:
                 log.warning("%s: %s.", cache.name, why)
             cache.tokens, cache.no_tokens, cache.awaits_tokens = tokens, why, bool(pause)
+        if (took := monotonic() - began_at) > SLOW_SECONDS:  # nor may one that changes all the time take all of it
+            pause = max(pause, took * SLOW_PAUSE)
+            self._rest_until[cache.name] = monotonic() + pause
         await asyncio.sleep(pause)
         del self._loading[tokenizer]
 
