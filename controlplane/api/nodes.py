@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ipaddress import ip_address
-from urllib.parse import urlsplit
 
 from django.db import transaction
 from django.urls import path
@@ -16,6 +15,7 @@ from controlplane.api import requests, resources
 from controlplane.api.view import IDEMPOTENCY_KEY, ApiView, would_stop
 from controlplane.deployments import effects, node_events
 from controlplane.nodes import queries, services
+from controlplane.nodes.joining import host_of, join_address
 
 
 class Nodes(ApiView):
@@ -65,7 +65,7 @@ class NodeJoin(ApiView):
         """Called by the agent. Unknown, used and expired tokens are refused alike. A name that has joined before is let in again
         with its former password, or taken over with a token that was made for it."""
         wanted = self.checked(requests.Join)
-        host = urlsplit(f"//{request.get_host()}").hostname or "127.0.0.1"
+        host = host_of(request) or "127.0.0.1"
         with transaction.atomic():
             joined = services.join(**wanted, redis_host=host, seen=_asked_from(request))
             node_events.tell_joined(joined)
@@ -82,7 +82,9 @@ class JoinTokens(ApiView):
     def post(self, request: Request) -> Response:
         wanted = self.checked(requests.JoinToken)
         token = services.create_join_token(actor=self.actor, once=self.idempotency_key(), **wanted)
-        return Response(resources.JoinTokenResource({"token": token, **wanted}).data, status=201)
+        at = join_address(host_of(request))
+        answer = {"token": token, **wanted, "join_url": at.url, "note": at.note}
+        return Response(resources.JoinTokenResource(answer).data, status=201)
 
 
 def _asked_from(request: Request) -> str:

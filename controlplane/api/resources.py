@@ -233,6 +233,8 @@ class JoinTokenResource(serializers.Serializer[Any]):
     hours = serializers.IntegerField()
     node = serializers.CharField(help_text="The only name that it is good for; empty: any new one.")
     address = serializers.CharField(help_text="Of that node's engines; empty: where it asks from.")
+    join_url = serializers.CharField(help_text="For `python -m workers --join`.")
+    note = serializers.CharField(help_text="Why other machines do not reach it, and the remedy; empty: they do.")
 
 
 class KeyResource(serializers.Serializer[Any]):

@@ -232,7 +232,9 @@ def join_token(client: Client, arguments: argparse.Namespace) -> int:
     answer = client.call("POST", "join-tokens", body={name: value for name, value in body.items() if value})
     print(
         f"On the node, within {answer['hours']} h, with this token in TANDEM_JOIN_TOKEN:\n"
-        f"  .venv/bin/python -m workers --join {client.url}",
+        f"  .venv/bin/python -m workers --join {answer['join_url']}",
+        *filter(None, [answer["note"]]),
+        sep="\n",
         file=sys.stderr,
     )
     print(answer["token"])

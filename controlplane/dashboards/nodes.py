@@ -20,6 +20,7 @@ from controlplane.deployments.queries import EngineRow
 from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.lifecycle import HOLDS_NODE
 from controlplane.nodes import queries, services
+from controlplane.nodes.joining import host_of, join_address
 from controlplane.nodes.queries import NodeRow
 
 TOKEN_HOURS = (1, 8, 24)
@@ -137,8 +138,8 @@ def join_token(request: HttpRequest) -> HttpResponse:
     if hours is None:
         raise InvalidInput("hours: write a whole number", field="hours")
     token = services.create_join_token(actor=actor_of(request), hours=hours)
-    url = f"{request.scheme}://{request.get_host()}"
-    context = {"title": "Add a node", "token": token, "url": url, "hours": hours}
+    at = join_address(host_of(request))
+    context = {"title": "Add a node", "token": token, "at": at, "hours": hours}
     template = "nodes/token.html" if is_htmx(request) else "nodes/token_page.html"
     answer = page(request, template, context)
     answer.headers["Cache-Control"] = "no-store"

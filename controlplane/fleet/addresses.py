@@ -136,9 +136,12 @@ def reachable(bind: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(bind, bracketed(bind))
 
 
-def is_loopback(bind: str) -> bool:
-    """Whether only programs of the same machine reach what listens there."""
-    return ipaddress.ip_address(bind).is_loopback
+def is_loopback(host: str) -> bool:
+    """Whether only programs of the same machine reach what listens there, by its address or its name."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost" or host.lower().endswith(".localhost")
 
 
 def bracketed(address: str) -> str:

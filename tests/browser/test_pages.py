@@ -266,6 +266,9 @@ def test_a_join_command_and_a_key_are_shown_once(page: Page, web: Web) -> None:
     expect(page.locator("#join-command")).to_have_text(
         re.compile(rf"^TANDEM_JOIN_TOKEN=tdj-\S+ \.venv/bin/python -m workers --join {web.url}$")
     )
+    expect(page.locator("#join")).to_contain_text(
+        "Only this machine reaches that address. For other machines, start Tandem with"
+    )
     page.goto("/keys/")
     page.get_by_label("Name").fill("ci")
     page.get_by_role("button", name="Make key").click()

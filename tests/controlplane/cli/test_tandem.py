@@ -214,7 +214,8 @@ def test_join_token_prints_the_token_alone(tandem: Tandem, web: Any) -> None:
     done = tandem("join-token", "--hours", "2")
     assert done.out.startswith("tdj-")
     assert len(done.out.split()) == 1
-    assert f"  .venv/bin/python -m workers --join {web.url}" in done.err
+    assert f"  .venv/bin/python -m workers --join {web.url}\nOnly this machine reaches that address." in done.err
+    assert "TANDEM_BIND=" in done.err
     assert done.out.strip() not in done.err
 
 

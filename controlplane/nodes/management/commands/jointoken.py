@@ -10,6 +10,7 @@ from django.core.management.base import BaseCommand, CommandError
 from controlplane.access.roles import SYSTEM
 from controlplane.fleet.errors import TandemError
 from controlplane.nodes import services
+from controlplane.nodes.joining import join_address
 
 
 class Command(BaseCommand):
@@ -25,5 +26,12 @@ class Command(BaseCommand):
             token = services.create_join_token(actor=SYSTEM, hours=hours, node=node, address=address)
         except TandemError as error:
             raise CommandError(error.message) from None
-        self.stderr.write(f"Join token, good once within {hours} h:", self.style.NOTICE)
+        at = join_address()
+        self.stderr.write(
+            f"On the node, within {hours} h, with this token in TANDEM_JOIN_TOKEN:\n"
+            f"  .venv/bin/python -m workers --join {at.url}",
+            self.style.NOTICE,
+        )
+        if at.note:
+            self.stderr.write(at.note)
         self.stdout.write(token)
