@@ -461,11 +461,23 @@ def _sort(mail: Mail, name: str, data: bytes) -> None:
             raise msgspec.ValidationError("it is another node's - at `$.node`")
     except msgspec.MsgspecError as error:  # also of an agent of another version: its own node's trouble alone
         why, _, field = str(error).partition(" - at `$.")
+        for pattern, plain in _PLAINLY:
+            why = re.sub(pattern, plain, why)
         mail.refused[name] = sentence(
             f"{field.rstrip('`')}: {why}" if field else why, 200
         )  # msgspec quotes what it refuses
     else:
         mail.reports[name] = report
+
+
+_PLAINLY = (
+    (r"Expected `(?:int|float)` <= (\S+)", r"it is above \1"),
+    (r"Expected `(?:int|float)` >= (\S+)", r"it is below \1"),
+    (r"Expected `str` of length <= (\d+)", r"it is longer than \1 characters"),
+    (r"Expected `array` of length <= (\d+)", r"it has more than \1 entries"),
+    (r"Expected `str` matching regex.*", "it holds characters that cannot be there"),
+)
+"""What msgspec says of a message, in people's words."""
 
 
 def _log_lines(entries: list[Any], cursor: str) -> LogLines:

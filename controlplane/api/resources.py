@@ -208,6 +208,9 @@ class NodeResource(serializers.Serializer[Any]):
         allow_null=True,
         help_text="Seconds by which its clock is ahead of the control plane's, about; null: not known. Used for nothing.",
     )
+    cut_off = serializers.CharField(
+        source="node.cut_off", help_text="Why its access was taken away; empty: it was not."
+    )
     agent = serializers.CharField(source="node.agent", help_text="Random id of the agent process that reports.")
     cordoned = serializers.BooleanField(source="node.cordoned")
     engines = serializers.IntegerField()

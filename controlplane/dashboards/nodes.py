@@ -137,9 +137,11 @@ def join_token(request: HttpRequest) -> HttpResponse:
     hours = whole_number(request.POST.get("hours", "1"))
     if hours is None:
         raise InvalidInput("hours: write a whole number", field="hours")
-    token = services.create_join_token(actor=actor_of(request), hours=hours)
+    name = request.POST.get("node", "").strip()
+    once = request.POST.get("once", "")
+    token = services.create_join_token(actor=actor_of(request), hours=hours, node=name, once=once)
     at = join_address(host_of(request))
-    context = {"title": "Add a node", "token": token, "at": at, "hours": hours}
+    context = {"title": "Add a node", "token": token, "at": at, "hours": hours, "name": name}
     template = "nodes/token.html" if is_htmx(request) else "nodes/token_page.html"
     answer = page(request, template, context)
     answer.headers["Cache-Control"] = "no-store"

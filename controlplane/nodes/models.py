@@ -19,6 +19,8 @@ class Node(models.Model):
     """Takes no new engines."""
     report_error = models.CharField(max_length=300, blank=True)
     """Why its newest report cannot be read; its last readable one counts then. Empty: it can be."""
+    cut_off = models.CharField(max_length=300, blank=True)
+    """Why its access was taken away, as `node <name> …`; empty: it was not."""
     agent = models.CharField(max_length=64, blank=True)
     report_sequence = models.BigIntegerField(default=0)
     clock_offset = models.FloatField(null=True, blank=True)

@@ -37,6 +37,8 @@ class NodeRow:
 
 def barred(node: Node, facts: NodeFacts | None) -> str:
     """Why nothing new is placed on the node, whoever cordoned it or not: it could not be used there. Empty: nothing bars it."""
+    if node.cut_off:
+        return f"{node.cut_off}, and lost its access"
     if node.report_error:
         return "sends reports that cannot be read"
     if facts is not None and node.address and facts.address != node.address:

@@ -131,7 +131,7 @@ def join(
 def cut_off(*, name: str, why: str) -> None:
     """Take away the access of a node that misuses it, and what it stored; its row and its engines' stay. `why`: as `node <name> …`.
     It comes back by a token made for its name. A node that is not there any more loses what it stored. Raises `Unavailable`."""
-    if Node.objects.filter(name=name).update(redis_digest="", report_error=f"It {why}; its access is taken away"[:300]):
+    if Node.objects.filter(name=name).update(redis_digest="", cut_off=why[:300]):
         audit.record(actor=SYSTEM, action="node.cut_off", target=name, why=why)
     publish.current().shut_out(name)
     transaction.on_commit(lambda: _changed(name), robust=True)

@@ -16,7 +16,7 @@ from controlplane.deployments.models import Event
 from controlplane.fleet import wire
 from controlplane.fleet.errors import Forbidden, Unavailable
 from controlplane.fleet.wire import FleetSnapshot
-from controlplane.nodes import services
+from controlplane.nodes import queries, services
 from controlplane.nodes.allowance import BASE_BYTES, ENGINE_BYTES, MIB, Verdict, judge
 from controlplane.nodes.models import Node
 from controlplane.publish import Footprint, InMemoryPublisher, RedisPublisher, using
@@ -107,7 +107,7 @@ def test_a_node_that_fills_redis_is_cut_off_while_redis_is_full(server: RedisSer
     assert admin.keys(wire.node_prefix("bad") + "*") == []
     assert admin.get(wire.report_key("good")) == b"{}"
     row = Node.objects.get(name="bad")
-    assert (row.redis_digest, "its access is taken away" in row.report_error) == ("", True)
+    assert (row.redis_digest, "under one key" in row.cut_off) == ("", True)
     assert AuditEntry.objects.filter(action="node.cut_off", target="bad").count() == 1
     assert Event.objects.filter(node_name="bad", kind="cut-off").count() == 1
     publisher.ensure_node_user("bad", "0" * 64)  # a step that began before has brought it back
@@ -164,12 +164,13 @@ def test_a_node_that_was_cut_off_comes_back_by_a_token_made_for_it(fleet: Fleet)
     fleet.agents["a"].silent = True
     fleet.step()
     assert "a" not in fleet.publisher.users
+    assert "lost its access" in queries.node_row("a").barred
     Node.objects.update(last_report_at=START)
     with pytest.raises(Forbidden):
         services.join(token=services.create_join_token(actor=SYSTEM), name="a", redis_host="h")
     joined = services.join(token=services.create_join_token(actor=SYSTEM, node="a"), name="a", redis_host="h")
     assert joined.took_over
-    assert Node.objects.get().report_error == ""
+    assert Node.objects.get().cut_off == ""
 
 
 def test_a_guard_measures_rarely_while_redis_has_room() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 
 import pytest
@@ -22,7 +23,7 @@ from controlplane.deployments.models import Deployment, Engine, Lease
 from controlplane.fleet.lifecycle import State
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import RouterStatus
-from controlplane.nodes.models import Node
+from controlplane.nodes.models import JoinToken, Node
 from controlplane.publish import InMemoryPublisher
 from tests.browser import seed
 
@@ -329,3 +330,20 @@ def test_a_controller_that_stands_still_is_told_on_every_page() -> None:
     step.save()
     for path in ("/", "/deployments/", "/nodes/", "/foot/"):
         assert "The controller has done nothing for" in client.get(path).text
+
+
+def test_a_join_command_may_be_for_one_name_and_is_another_the_next_time() -> None:
+    client = signed_in("admin")
+    page = client.get("/nodes/").content.decode()
+    once = re.search(r'id="join-once"[^>]*><input[^>]*name="once" value="([^"]+)"', page)
+    assert once is not None
+    sent = {"hours": "1", "node": "gpu-7", "once": once[1]}
+    first, again = (client.post("/join-token/", sent, headers={"HX-Request": "true"}).content.decode() for _ in "ab")
+    token = re.search(r"TANDEM_JOIN_TOKEN=(tdj-\S+) TANDEM_NODE_NAME=gpu-7 ", first)
+    assert token is not None
+    assert token[1] in again, "a double click makes one token"
+    assert JoinToken.objects.get().node == "gpu-7"
+    fresh = re.search(r'id="join-once" hx-swap-oob="true"[^>]*><input[^>]*value="([^"]+)"', first)
+    assert fresh is not None
+    other = client.post("/join-token/", {**sent, "once": fresh[1]}, headers={"HX-Request": "true"})
+    assert token[1] not in other.content.decode()
