@@ -26,6 +26,7 @@ from workers.pairs import PairProver
 from workers.ports import is_free, numbers
 from workers.probe import EngineClient, Identity, Unanswered
 from workers.process import EngineProcess, boot_id, sweep
+from workers.recent import LastMinute
 from workers.record import EngineRecord, Records, note, tail
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class EngineRun:
         self._progress: float | None = None
         self._identity: Identity | None = None
         self._load: EngineLoad | None = None
+        self._last_minute = LastMinute()
         self.stopping_since: float | None = None
         """On the monotonic clock."""
         self._why = ""
@@ -278,7 +280,7 @@ class EngineRun:
         if self._identity is None:
             self._introduce(client)
         try:
-            self._load = client.figures().load
+            self._load = self._last_minute.of(client.figures().load, time.monotonic())
         except Unanswered:
             self._load = None  # it serves; only the figures are missing
         self._answers.advance(self.assignment, client.url, self._load)

@@ -10,6 +10,8 @@ import re
 from collections import defaultdict
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from controlplane.fleet.model import EngineLoad
 
 _LINE = re.compile(r"^vllm:([a-z_]+)(?:\{(.*)\})? (\d+(?:\.\d+)?(?:e[+-]?\d{1,2})?)$", re.ASCII)
@@ -66,7 +68,8 @@ def read(text: str) -> Figures:
             kv_blocks = _number(told.get("num_gpu_blocks", ""), digits=12) or kv_blocks
     seconds = min(sums.pop("nixl_seconds", 0.0), 1e9)
     counts = {field: int(min(value, _MOST)) for field, value in sums.items()}
-    return Figures(EngineLoad(kv_usage=usage, nixl_seconds=seconds, **counts), block_size, kv_blocks)
+    load = replace(EngineLoad(kv_usage=usage, nixl_seconds=seconds), **counts)
+    return Figures(load, block_size, kv_blocks)
 
 
 def _figure(text: str) -> float:

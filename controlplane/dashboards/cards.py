@@ -137,15 +137,21 @@ def _figures(row: EngineRow, node: NodeRow | None) -> tuple[Figure, ...]:
     if row.engine.role == Role.DECODE:
         third = Figure("KV received", words.moved(load.nixl_bytes if load else None), "NIXL " + ENGINE_COUNTERS)
     else:
-        prompts = load.prompt_tokens_local + load.prompt_tokens_cached if load else None
-        hits = words.share(load.prompt_tokens_cached if load else None, prompts)
-        third = Figure("hit rate", hits, "cached ÷ cached and computed prompt tokens, " + ENGINE_COUNTERS)
+        third = Figure("hit rate", _hits(load), "cached ÷ cached and computed prompt tokens, last minute")
     return (
         Figure("in flight", words.count(row.in_flight), "routers, now"),
         Figure("KV used", words.share(usage, 1), "engine metrics, now", usage),
         third,
         Figure("last report", Quantity(words.age(age)), "node report, received by the control plane", since=reported),
     )
+
+
+def _hits(load: EngineLoad | None) -> Quantity:
+    recent = load.recent if load else None
+    if recent is None:
+        return words.UNKNOWN
+    prompts = recent.prompt_tokens_local + recent.prompt_tokens_cached
+    return words.share(recent.prompt_tokens_cached, prompts) if prompts else Quantity("no prompts")
 
 
 def _facts(row: EngineRow) -> tuple[tuple[str, str], ...]:

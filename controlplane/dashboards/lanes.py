@@ -12,7 +12,7 @@ from controlplane.dashboards.figures import Drawing, Proof
 from controlplane.dashboards.words import Quantity
 from controlplane.deployments.queries import DeploymentRow, EngineRow, Transfers
 from controlplane.fleet.lifecycle import State
-from controlplane.fleet.model import Role
+from controlplane.fleet.model import EngineLoad, Role
 from controlplane.fleet.spec import MAX_REPLICAS
 from controlplane.fleet.status import Status
 from controlplane.nodes.queries import NodeRow
@@ -43,6 +43,9 @@ class Link:
     bytes_moved: int | None
     transfers: int | None
     rate: Quantity
+    """Of transfers while they moved, in the last minute."""
+    pace: str
+    """What the rate is of, or why there is none."""
     failures: int | None
     verdict: str
     tone: str
@@ -117,9 +120,24 @@ def pairs(prefills: Sequence[EngineRow], decodes: Sequence[EngineRow]) -> tuple[
     return tuple(found)
 
 
-def link(prefills: Sequence[EngineRow], decodes: Sequence[EngineRow], moved: Transfers | None) -> Link:
+def transfer_rate(loads: Sequence[EngineLoad], *, per_rank: bool) -> tuple[Quantity, str]:
+    """How fast KV moved in the last minute, and what that is of. `per_rank`: engines have several, which transfer at the same time,
+    so that their seconds add up as their bytes do."""
+    recents = [load.recent for load in loads if load.recent is not None]
+    if not recents:
+        return words.UNKNOWN, "rate unknown"
+    seconds = sum(recent.nixl_seconds for recent in recents)
+    if not seconds:
+        return words.UNKNOWN, "no transfers in the last minute"
+    rate = words.rate(sum(recent.nixl_bytes for recent in recents), seconds)
+    return rate, f"while moving{', per rank' if per_rank else ''}, last minute"
+
+
+def link(
+    prefills: Sequence[EngineRow], decodes: Sequence[EngineRow], moved: Transfers | None, *, per_rank: bool = False
+) -> Link:
     """The wire between the two lanes. Engines that have no process (waiting, failed, stopped) take no part in it, but for what
-    they have `moved`."""
+    they have `moved`. `per_rank`: engines have several."""
     up = (*LIVE, State.STARTING)
     left = [r for r in prefills if r.state in up]
     right = [r for r in decodes if r.state in up]
@@ -131,15 +149,15 @@ def link(prefills: Sequence[EngineRow], decodes: Sequence[EngineRow], moved: Tra
         proofs={(p.prefill, p.decode): p.proof is Proof.WORKED for p in found if p.proof is not Proof.UNTRIED},
         bytes_by_decode={pk: load.nixl_bytes if load else None for pk, load in loads.items()},
     )
-    known = [load for load in loads.values() if load]
-    seconds = sum(x.nixl_seconds for x in known)
+    rate, pace = transfer_rate([load for load in loads.values() if load], per_rank=per_rank)
     said, tone = figures.verdict([p.proof for p in found])
     return Link(
         drawing=drawing,
         pairs=found,
         bytes_moved=moved.bytes if moved else None,
         transfers=moved.transfers if moved else None,
-        rate=words.rate(sum(x.nixl_bytes for x in known), seconds),
+        rate=rate,
+        pace=pace,
         failures=moved.failures if moved else None,
         verdict=said,
         tone=tone,
@@ -167,7 +185,11 @@ def picture(row: DeploymentRow, nodes: Mapping[str, NodeRow]) -> Picture:
         for role in roles
     )
     both = row.spec.disaggregated
-    return Picture(lanes, link(by_role[Role.PREFILL], by_role[Role.DECODE], row.moved) if both else None)
+    wire = None
+    if both:
+        per_rank = row.spec.pool(Role.DECODE).tensor_parallel > 1
+        wire = link(by_role[Role.PREFILL], by_role[Role.DECODE], row.moved, per_rank=per_rank)
+    return Picture(lanes, wire)
 
 
 def since(row: DeploymentRow) -> datetime:

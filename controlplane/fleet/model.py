@@ -194,6 +194,19 @@ class PairProof(Struct, frozen=True):
         cut_sentences(self, "detail", longest=200)
 
 
+class Recent(Struct, frozen=True):
+    """What some counters of an engine rose by in the last minute, as its agent saw it."""
+
+    seconds: Seconds
+    """How long that was: less than a minute after a start."""
+    nixl_bytes: Count = 0
+    nixl_seconds: Seconds = 0.0
+    """Of all ranks of a tensor-parallel engine together, which transfer at the same time."""
+    nixl_transfers: Count = 0
+    prompt_tokens_local: Count = 0
+    prompt_tokens_cached: Count = 0
+
+
 class EngineLoad(Struct, frozen=True):
     """Read from the engine's `/metrics`; counters are since the engine started."""
 
@@ -211,6 +224,8 @@ class EngineLoad(Struct, frozen=True):
     prompt_tokens_cached: Count = 0
     prompt_tokens_transferred: Count = 0
     generated_tokens: Count = 0
+    recent: Recent | None = None
+    """None: not known yet."""
 
 
 class Observation(Struct, frozen=True):

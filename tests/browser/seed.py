@@ -25,6 +25,7 @@ from controlplane.fleet.model import (
     PairProof,
     Phase,
     Ports,
+    Recent,
     Role,
     Runtime,
 )
@@ -233,6 +234,7 @@ def prefill_load(kv: float, cached: int, local: int, running: int = 6) -> Engine
         prompt_tokens_local=local,
         prompt_tokens_cached=cached,
         generated_tokens=41_000,
+        recent=Recent(60.0, prompt_tokens_local=local // 50, prompt_tokens_cached=cached // 50),
     )
 
 
@@ -241,6 +243,7 @@ def decode_load(kv: float, gigabytes: float, transfers: int, running: int = 38, 
     return EngineLoad(
         running=running, kv_usage=kv, nixl_bytes=moved, nixl_seconds=moved / 2.4e9, nixl_transfers=transfers,
         nixl_failures=failures, prompt_tokens_local=12, prompt_tokens_transferred=int(moved / 46_080), generated_tokens=1_240_000,
+        recent=Recent(60.0, nixl_bytes=moved // 50, nixl_seconds=moved / 50 / 2.4e9, nixl_transfers=transfers // 50),
     )  # fmt: skip
 
 

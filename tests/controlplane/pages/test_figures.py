@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controlplane.dashboards import cards, figures, looks, words
+from controlplane.dashboards import cards, figures, lanes, looks, words
 from controlplane.dashboards.figures import THINNEST, WIDEST_LINE, Proof
 from controlplane.dashboards.templatetags.tandem import SHAPES
 from controlplane.fleet.lifecycle import State
+from controlplane.fleet.model import EngineLoad, Recent
 from controlplane.fleet.status import Status
 from controlplane.nodes.presence import Presence
 
@@ -119,3 +120,23 @@ def test_every_state_has_a_word_a_shape_and_a_tone_of_its_own() -> None:
 @pytest.mark.parametrize(("code", "said"), [(None, ""), (0, "exit code 0"), (1, "exit code 1"), (-9, "signal 9")])
 def test_how_a_process_ended(code: int | None, said: str) -> None:
     assert cards.ending(code) == said
+
+
+MINUTE = Recent(60.0, nixl_bytes=2_000_000, nixl_seconds=0.5)
+
+
+@pytest.mark.parametrize(
+    ("recents", "per_rank", "rate", "pace"),
+    [
+        ([MINUTE, MINUTE], False, "4.00 MB/s", "while moving, last minute"),
+        ([MINUTE], True, "4.00 MB/s", "while moving, per rank, last minute"),
+        ([MINUTE, None], False, "4.00 MB/s", "while moving, last minute"),
+        ([Recent(60.0), Recent(12.0)], False, "unknown", "no transfers in the last minute"),
+        ([None], False, "unknown", "rate unknown"),
+        ([], False, "unknown", "rate unknown"),
+    ],
+)
+def test_a_links_rate_is_of_the_last_minute(recents: list[Recent | None], per_rank: bool, rate: str, pace: str) -> None:
+    loads = [EngineLoad(nixl_bytes=10**12, nixl_seconds=1.0, recent=recent) for recent in recents]
+    found, says = lanes.transfer_rate(loads, per_rank=per_rank)
+    assert (str(found), says) == (rate, pace)
