@@ -116,7 +116,7 @@ def _given_for_a_model(arguments: argparse.Namespace) -> bool:
 
 
 def options(arguments: argparse.Namespace, settings: config.Config) -> Options:
-    """The options of one process. Raises `InvalidInput` for arguments that do not fit together."""
+    """The options of one process. Raises `InvalidInput` for arguments that name or the password is wrong."""
     fleet = None
     if arguments.fleet and arguments.model:
         raise InvalidInput("Give --fleet FILE or --model NAME, not both.", field="fleet")

@@ -33,7 +33,7 @@ class Actor(NamedTuple):
     def require(self, role: Role) -> None:
         """Raises `Forbidden` unless the actor has this role or a higher one."""
         if self.role < role:
-            raise Forbidden(f"this needs the role {role.label}; {self.name} is {self.role.label}")
+            raise Forbidden(f"this needs the role {role.label}; {self.name} has the role {self.role.label}")
 
 
 SYSTEM = Actor("tandem", Role.ADMIN, "system")

@@ -82,7 +82,7 @@ def change_user(*, actor: Actor, name: str, role: Role | None = None, active: bo
     if not told:
         return user
     if actor.kind == "user" and actor.name == name:
-        raise Conflict("nobody changes his own role or locks his own account: ask another admin")
+        raise Conflict("you cannot change your own role or lock your own account: ask another admin")
     loses = active is False or (role is not None and role < Role.ADMIN)
     if loses and user.is_active and role_of(user) is Role.ADMIN and not _other_admin(user):
         raise Conflict(f"{name} is the last admin: make somebody else an admin first")

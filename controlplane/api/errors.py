@@ -90,7 +90,7 @@ def handler(error: Exception, context: dict[str, Any]) -> Response:
     if isinstance(error, exceptions.APIException):
         return _of_framework(error)
     logger.error("a view failed", exc_info=error)
-    return Response(envelope("internal_error", "this is a defect of Tandem; its log has the trace"), status=500)
+    return Response(envelope("internal_error", "this is a bug in Tandem; its log has the details"), status=500)
 
 
 def _why_no_database(said: str) -> str:
@@ -98,7 +98,7 @@ def _why_no_database(said: str) -> str:
         return "the disk of the database is full: make room on it, then try again"
     if "readonly" in said or "read-only" in said:
         return "the database cannot be written: check the owner and the mount of its folder"
-    return "the database is busy or away; try again in a moment"
+    return "the database is busy or cannot be reached; try again in a moment"
 
 
 def _of_framework(error: exceptions.APIException) -> Response:

@@ -28,7 +28,7 @@ ROUTING_LABELS = {
     "mode": "How an engine is chosen",
     "affinity": "What keeps a session together",
     "disaggregate": "Which prompts a prefill engine reads",
-    "on_prefill_failure": "When prefill gives no usable KV",
+    "on_prefill_failure": "When prefill fails",
     "local_below_tokens": "Decode reads prompts below",
     "temperature": "Temperature of the choice",
     "max_in_flight": "Requests at one engine",
@@ -49,7 +49,7 @@ def scale(request: HttpRequest, name: str) -> HttpResponse:
         replicas, role = int(sent.get("replicas", "")), Role(sent.get("role", ""))
         seen = int(sent["seen"]) if sent.get("seen") else None
     except ValueError:
-        raise InvalidInput("replicas: give a pool and a whole number", field="replicas") from None
+        raise InvalidInput("replicas: enter a pool and a whole number", field="replicas") from None
     stops = services.preview_scale(actor=actor, name=name, role=role, replicas=replicas).stops
     if stops and "confirmed" not in sent:
         verb = f"Scale {role} to {replicas}"
@@ -85,7 +85,7 @@ def change_document(request: HttpRequest, name: str) -> HttpResponse:
         document = form.parse_yaml(text)
         if document.get("name", name) != name:
             raise InvalidInput(
-                f"name: this page changes {name}; a document of another name is another deployment", field="name"
+                f"name: this page changes {name}. To make another deployment, use New deployment", field="name"
             )
         if not generation.isdigit():
             raise InvalidInput("generation: reload the page", field="generation")
@@ -107,7 +107,7 @@ def change_document(request: HttpRequest, name: str) -> HttpResponse:
             generation = str(row.deployment.generation)
     else:
         if not preview:
-            messages.success(request, f"{name} is changed; what runs follows.", extra_tags="link")
+            messages.success(request, f"{name} is changed. Its engines follow.", extra_tags="link")
             target = reverse("deployment-settings", args=[name])
             return HttpResponse(status=204, headers={"HX-Redirect": target}) if is_htmx(request) else redirect(target)
         changes = Changes(applied)
@@ -140,9 +140,7 @@ def routing(request: HttpRequest, name: str) -> HttpResponse:
         services.patch(actor=actor, name=name, changes={"routing": policy}, generation=generation)
     except InvalidInput as error:
         return settings_page(request, row, text, refused=(sent.dict(), error))
-    messages.success(
-        request, "The routing policy is changed; routers follow with their next snapshot.", extra_tags="link"
-    )
+    messages.success(request, "The routing policy is changed. Routers follow within seconds.", extra_tags="link")
     return redirect("deployment-settings", name)
 
 

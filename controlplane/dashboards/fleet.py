@@ -96,7 +96,7 @@ _SAID = (
 """What is said of one and of several deployments, worst first. Those that are well are only counted."""
 
 
-_MISLED = ("routes without knowing well where its KV lies.", "route without knowing well where their KV lies.")
+_MISLED = ("routes with poor knowledge of where its KV is.", "route with poor knowledge of where their KV is.")
 
 
 class Clause(NamedTuple):
@@ -133,7 +133,7 @@ def summary(rows: Sequence[DeploymentRow], node_rows: Sequence[NodeRow]) -> tupl
     if counts[Status.READY]:
         well, rest = counts[Status.READY], len(rows) - counts[Status.READY]
         who = plural(well, "deployment") if rest else "The deployment" if well == 1 else f"All {well:,} deployments"
-        clauses.append(Clause("", (), 0, f"{who} {'serves' if well == 1 else 'serve'} with all engines wanted."))
+        clauses.append(Clause("", (), 0, f"{who} {'serves' if well == 1 else 'serve'} with all engines."))
     if not rows:
         clauses.append(Clause("", (), 0, "Nothing is deployed."))
     return _worst(counts, bool(gone or misled)), tuple(clauses)

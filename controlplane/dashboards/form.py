@@ -61,9 +61,7 @@ def _number(field: str, text: str, kind: type[int] | type[float]) -> int | float
     try:
         return kind(text.replace(",", "").replace("_", ""))
     except ValueError:
-        raise InvalidInput(
-            f"{field}: write a {'whole ' if kind is int else ''}number (it is {text!r})", field=field
-        ) from None
+        raise InvalidInput(f"{field}: enter a {'whole ' if kind is int else ''}number", field=field) from None
 
 
 def document_of(values: Mapping[str, str]) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def _change(request: HttpRequest, row: ApiKey, which: str, changes: dict[str, An
 
 def _sentence(line: Line) -> str:
     if line.key.revoked_at:
-        return f"Revoked at {line.key.revoked_at:%Y-%m-%d %H:%M} UTC; the row stays so that logs and audit keep their meaning."
+        return f"Revoked at {line.key.revoked_at:%Y-%m-%d %H:%M} UTC. It stays in the list, because logs and the audit trail name it."
     if line.look.word == "Expired":
         return "It has expired: choose a later day below, or make a new key."
     if line.key.scope == Scope.MANAGE:
@@ -229,7 +229,7 @@ def edit(request: HttpRequest, key: str) -> HttpResponse:
             return clashed
     except InvalidInput as error:
         return _detail(request, row, form, error)
-    messages.success(request, f"{row.name} is changed; routers follow within seconds.", extra_tags="link")
+    messages.success(request, f"{row.name} is changed. Routers follow within seconds.", extra_tags="link")
     return redirect("key", key)
 
 
@@ -255,7 +255,7 @@ def limit(request: HttpRequest, key: str) -> HttpResponse:
             return clashed
     except InvalidInput as error:
         return _detail(request, row, form, error)
-    messages.success(request, f"The limits of {row.name} are saved; routers follow within seconds.", extra_tags="link")
+    messages.success(request, f"The limits of {row.name} are saved. Routers follow within seconds.", extra_tags="link")
     return redirect("key", key)
 
 
@@ -286,6 +286,6 @@ def revoke(request: HttpRequest, key: str) -> HttpResponse:
         return _detail(request, row, confirm_error=mistyped(row.name, "revoke"))
     revoked = services.revoke_key(actor=actor_of(request), key_id=key)
     messages.success(
-        request, f"The key {revoked.name} is revoked; routers refuse it within seconds.", extra_tags="link"
+        request, f"The key {revoked.name} is revoked. Routers refuse it within seconds.", extra_tags="link"
     )
     return redirect("keys")

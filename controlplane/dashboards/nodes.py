@@ -126,7 +126,7 @@ def remove(request: HttpRequest, name: str) -> HttpResponse:
     if request.POST.get("name", "").strip() != name:
         return _detail(request, name, mistyped(name, "remove"))
     services.remove(actor=actor_of(request), name=name)
-    messages.success(request, f"{name} is removed; its access is taken away.", extra_tags="link")
+    messages.success(request, f"{name} is removed. Its access has ended.", extra_tags="link")
     return redirect("nodes")
 
 

@@ -159,7 +159,7 @@ class May:
     def __init__(self, actor: Actor) -> None:
         self.operate = actor.role >= Role.OPERATOR
         self.administer = actor.role >= Role.ADMIN
-        self.reason = f"You are {actor.role.label}; this needs the role operator."
+        self.reason = f"This needs the role operator. Your role is {actor.role.label}."
 
 
 class Foot(NamedTuple):

@@ -74,7 +74,11 @@ def change(request: HttpRequest, user: str) -> HttpResponse:
         role=_role(role) if role else None,
         active=None if active is None else active == "1",
     )
-    said = f"{user} is {role} now." if role else f"{user} may sign in {'again' if active == '1' else 'no more'}."
+    said = (
+        f"{user} is {role} now."
+        if role
+        else f"{user} {'can sign in again' if active == '1' else 'can no longer sign in'}."
+    )
     messages.success(request, said, extra_tags="link")
     return redirect("users")
 
@@ -85,7 +89,7 @@ def reset(request: HttpRequest, user: str) -> HttpResponse:
     """A new one-time password, after a question."""
     actor_of(request).require(Role.ADMIN)
     if "confirmed" not in request.POST:
-        said = f"{user}'s password works no more, and {user} is signed out everywhere. You get a one-time password to hand on."
+        said = f"The password of {user} stops working, and {user} is signed out everywhere. You get a one-time password for {user}."
         return ask(request, title=f"Give {user} a new password?", sentence=said, button="Make a one-time password")
     text = services.reset_password(actor=actor_of(request), name=user, token=request.POST.get("once", ""))
     return _shown(request, f"{user} has a new password.", user, text)
@@ -117,7 +121,7 @@ def password(request: HttpRequest) -> HttpResponse:
         else:
             update_session_auth_hash(request, user)  # this session goes on, all others end
             request.session.pop(MUST_CHOOSE, None)
-            messages.success(request, "Your password is changed; your other sessions have ended.", extra_tags="link")
+            messages.success(request, "Your password is changed. Your other sessions have ended.", extra_tags="link")
             return redirect("fleet")
     must = MUST_CHOOSE in request.session
     context = {"title": "Choose a password", "must": must, "errors": errors}

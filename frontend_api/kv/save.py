@@ -81,7 +81,7 @@ def decode(data: bytes, source: Source) -> Saved:
     if head.source != source:
         raise Unreadable("it tells of another engine")
     if len(saved.keys) != len(saved.values) or len(saved.keys) % 8 or len(saved.copies) % 8:
-        raise Unreadable("its parts do not fit together")
+        raise Unreadable("its parts name or the password is wrong")
     return saved
 
 

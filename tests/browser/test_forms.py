@@ -194,7 +194,7 @@ def sign_in_over_the_page(page: Page) -> None:
     expect(dialog.get_by_label("Password")).to_be_focused()
     dialog.get_by_label("Password").fill("wrong")
     page.keyboard.press("Enter")
-    expect(dialog.get_by_role("alert")).to_contain_text("do not fit together")
+    expect(dialog.get_by_role("alert")).to_contain_text("name or the password is wrong")
     dialog.get_by_label("Password").fill(PASSWORD)
     page.keyboard.press("Enter")
     expect(dialog).to_be_hidden()

@@ -24,7 +24,7 @@ def test_a_wrong_password_is_said_without_telling_whether_the_name_exists(page: 
     for name in ("viewer", "nobody-of-this-name"):
         sign_in(page, name, "wrong")
         error = page.get_by_role("alert")
-        expect(error).to_contain_text("do not fit together")
+        expect(error).to_contain_text("name or the password is wrong")
         said.append(error.inner_text())
     assert said[0] == said[1]
     assert page.url.endswith("/login/")
@@ -130,7 +130,7 @@ def test_a_viewer_cannot_scale_and_is_told_why(page: Page, demo: tuple[str, str]
     page.goto("/deployments/smollm2/")
     more = page.get_by_label("One decode engine more")
     expect(more).to_be_disabled()
-    expect(more).to_have_attribute("title", "You are viewer; this needs the role operator.")
+    expect(more).to_have_attribute("title", "This needs the role operator. Your role is viewer.")
 
 
 def test_form_and_yaml_stay_in_step_and_errors_stand_at_their_field(page: Page, web: Web) -> None:

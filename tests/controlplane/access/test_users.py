@@ -101,7 +101,7 @@ def test_a_locked_user_is_out_at_once_and_may_come_back() -> None:
 def test_nobody_changes_his_own_role_or_locks_himself() -> None:
     add("second", Role.ADMIN)
     for change in ({"role": Role.VIEWER}, {"active": False}):
-        with pytest.raises(Conflict, match="his own"):
+        with pytest.raises(Conflict, match="your own"):
             users.change_user(actor=ADMIN, name="admin", **change)  # type: ignore[arg-type]
     users.change_user(actor=ADMIN, name="admin", role=Role.ADMIN, active=True)  # as it is: no change
 

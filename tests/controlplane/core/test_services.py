@@ -308,7 +308,7 @@ def test_how_exact_cache_aware_routing_is_comes_from_the_router_that_knows_least
     assert row.cache_fails
     look, clauses = fleet_page.summary([row], node_rows())
     assert look.word == "Degraded"
-    assert clauses[0].said == "routes without knowing well where its KV lies."
+    assert clauses[0].said == "routes with poor knowledge of where its KV is."
 
 
 def test_engines_of_one_reason_stand_together() -> None:

@@ -259,7 +259,7 @@ def test_a_crash_is_a_page_too(monkeypatch: pytest.MonkeyPatch) -> None:
     client.raise_request_exception = False
     monkeypatch.setattr("controlplane.dashboards.fleet.tiles", lambda *_: 1 / 0)
     answer = client.get("/")
-    assert (answer.status_code, "defect of Tandem" in answer.content.decode()) == (500, True)
+    assert (answer.status_code, "bug in Tandem" in answer.content.decode()) == (500, True)
 
 
 def document_change(client: Client, **form: str) -> tuple[int, str]:
@@ -272,11 +272,14 @@ def test_a_document_is_previewed_then_applied_and_never_over_another_change() ->
     client = signed_in("operator")
     intent = Deployment.objects.get().intent
     same = yaml_of(intent)
-    assert "Nothing: this is what is wanted already" in document_change(client, yaml=same, generation="1")[1]
+    assert (
+        "Nothing would change: the deployment is like this already"
+        in document_change(client, yaml=same, generation="1")[1]
+    )
     more = yaml_of({**intent, "pools": {"prefill": {"replicas": 1}, "decode": {"replicas": 3}}})
     _, said = document_change(client, yaml=more, generation="1")
     assert "pools.decode.replicas" in said
-    assert "no engine restarts" in said
+    assert "No engine restarts" in said
     longer = yaml_of({**intent, "max_model_len": 4096})
     assert "are replaced" in document_change(client, yaml=longer, generation="1")[1]
     assert Deployment.objects.get().generation == 1  # previews change nothing
@@ -325,11 +328,11 @@ def test_pages_stand_while_redis_is_away(publisher: InMemoryPublisher) -> None:
 def test_a_controller_that_stands_still_is_told_on_every_page() -> None:
     client = signed_in("viewer")
     step = Lease.objects.create(name=LEASE, stepped_at=timezone.now())
-    assert "The controller has done nothing" not in client.get("/").text
+    assert "The controller has not worked" not in client.get("/").text
     step.stepped_at = timezone.now() - timedelta(seconds=40)
     step.save()
     for path in ("/", "/deployments/", "/nodes/", "/foot/"):
-        assert "The controller has done nothing for" in client.get(path).text
+        assert "The controller has not worked for" in client.get(path).text
 
 
 def test_a_join_command_may_be_for_one_name_and_is_another_the_next_time() -> None:

@@ -73,11 +73,11 @@ def test_the_empty_form_is_the_smallest_document() -> None:
 @pytest.mark.parametrize(
     ("field", "text", "said"),
     [
-        ("pools.prefill.replicas", "two", "write a whole number"),
-        ("max_model_len", "1.5", "write a whole number"),
-        ("routing.max_in_flight", "many", "write a whole number"),
-        ("routing.temperature", "hot", "write a number"),
-        ("pools.decode.memory_fraction", "most", "write a number"),
+        ("pools.prefill.replicas", "two", "enter a whole number"),
+        ("max_model_len", "1.5", "enter a whole number"),
+        ("routing.max_in_flight", "many", "enter a whole number"),
+        ("routing.temperature", "hot", "enter a number"),
+        ("pools.decode.memory_fraction", "most", "enter a number"),
         ("pools.decode.extra_args", "--chat-template 'open", "No closing quotation"),
     ],
 )

@@ -88,7 +88,7 @@ def test_signing_in_over_a_page_answers_without_a_page(client: Client) -> None:
     assert "You are signed out" in form
     assert "<html" not in form
     wrong = client.post("/login/", {**LOGIN, "password": "wrong"}, headers=over)
-    assert (wrong.status_code, "do not fit together" in wrong.content.decode()) == (400, True)
+    assert (wrong.status_code, "name or the password is wrong" in wrong.content.decode()) == (400, True)
     assert client.post("/login/", LOGIN, headers=over).status_code == 204
     assert client.get("/login/", headers=over).status_code == 204, "in another tab, perhaps"
     assert json.loads(client.get("/api/v1/me").content)["name"] == "olga"

@@ -93,7 +93,7 @@ def test_a_rotation_shows_the_new_secret_and_how_long_the_old_one_works(admin: C
     page = text_of(
         admin.post(f"/keys/{key.id}/rotate/", {"overlap": "0", "confirmed": "1"})
     )  # without scripts: a page of its own
-    assert "The old one works no more" in page
+    assert "The old one has stopped working" in page
     refused = admin.post(f"/keys/{key.id}/rotate/", {"overlap": "soon"}, headers=HTMX)
     assert (refused.status_code, "overlap" in text_of(refused)) == (400, True)
 
