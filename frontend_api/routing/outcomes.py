@@ -26,7 +26,7 @@ from frontend_api.routing.view import Deployment, Engine, Health, View
 ENOUGH = 2
 """Requests in a row that fail at an engine or a pair, and are answered another way, until it is out."""
 FIRST_PAUSE = 1.0
-LONGEST_PAUSE = 30.0
+LONGEST_PAUSE = 10.0
 """Seconds between two probes: doubled with each probe, until a request works there."""
 DOUBT_SECONDS = 5.0
 """Silence of a leg, while nobody else has heard of its engine either, after which the engine is probed."""
