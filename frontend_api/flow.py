@@ -270,7 +270,7 @@ class Serving:
             left = [engine for engine in self.given if engine not in self.unable]
             if left:  # rather than others, as it may be the request that breaks engines
                 engine = min(left, key=lambda engine: (engine.health is not Health.UP, engine.load))
-                choice = Choice(None, engine, Reason.PREFILL_FAILED, fallback=True)
+                choice = Choice(None, engine, Reason.TRANSFER_FAILED, fallback=True)
             elif self.unable.intersection(self.deployment.answering) or (yield from self._died_of_it()):
                 break
             else:
@@ -543,7 +543,7 @@ class Serving:
         elif not reached or (prefill is None and what != Broken.SILENT.value):  # a transfer's break may be not its own
             engine.failed(now, hangs=what == Broken.CONNECT_TIMEOUT.value, cause=what)
         if refused and prefill is not None:
-            self.alone = Reason.PREFILL_FAILED
+            self.alone = Reason.TRANSFER_FAILED
         else:
             self.avoid.add(engine)
             if prefill is not None and reached:

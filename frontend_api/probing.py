@@ -35,6 +35,7 @@ from frontend_api.routing.outcomes import (
     Outcomes,
     Trouble,
     computed_itself,
+    refuses,
 )
 from frontend_api.routing.view import Engine
 
@@ -50,106 +51,13 @@ TRIES = 4
 """Of a prompt that is too long for an engine, half as long each time."""
 _TEXT, _CHAT = ENDPOINTS["/v1/completions"], ENDPOINTS["/v1/chat/completions"]
 _NO_PATH = (404, 405)
-_WORDS = [
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "is",
-    "you",
-    "that",
-    "it",
-    "he",
-    "was",
-    "for",
-    "on",
-    "are",
-    "as",
-    "with",
-    "his",
-    "they",
-    "at",
-    "be",
-    "this",
-    "have",
-    "from",
-    "or",
-    "one",
-    "had",
-    "by",
-    "word",
-    "but",
-    "not",
-    "what",
-    "all",
-    "were",
-    "we",
-    "when",
-    "your",
-    "can",
-    "said",
-    "there",
-    "use",
-    "an",
-    "each",
-    "which",
-    "she",
-    "do",
-    "how",
-    "their",
-    "if",
-    "will",
-    "up",
-    "other",
-    "about",
-    "out",
-    "many",
-    "then",
-    "them",
-    "these",
-    "so",
-    "some",
-    "her",
-    "would",
-    "make",
-    "like",
-    "him",
-    "into",
-    "time",
-    "has",
-    "look",
-    "two",
-    "more",
-    "write",
-    "go",
-    "see",
-    "number",
-    "no",
-    "way",
-    "could",
-    "people",
-    "my",
-    "than",
-    "first",
-    "water",
-    "been",
-    "call",
-    "who",
-    "oil",
-    "its",
-    "now",
-    "find",
-    "long",
-    "down",
-    "day",
-    "did",
-    "get",
-    "come",
-    "made",
-    "may",
-    "part",
-]
+_SAMPLE = (
+    "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but not what "
+    "all were we when your can said there use an each which she do how their if will up other about out many then them these so "
+    "some her would make like him into time has look two more write go see number no way could people my than first water been "
+    "call who oil its now find long down day did get come made may part"
+)
+_WORDS = _SAMPLE.split()
 
 
 class _Unsure(Exception):
@@ -218,13 +126,14 @@ class Prober:
                 return None if good else Failure(engine, BROKE_OFF)
             if reply is Broken.RESET or reply is Broken.PROTOCOL:
                 return Failure(engine, BROKE_OFF)
-        return await self._alone(engine, model)
+        return await self._alone(engine, trouble)
 
-    async def _alone(self, engine: Engine, model: str) -> Failure | None:
+    async def _alone(self, engine: Engine, trouble: Trouble) -> Failure | None:
+        model = trouble.deployment.served_name
         reply = await self._post(engine, _TEXT.path, self._body(model, FEW_WORDS))
         if isinstance(reply, Reply) and reply.status in _NO_PATH:  # has it another model, or not this path?
             reply = await self._post(engine, _CHAT.path, self._body(model, FEW_WORDS, _CHAT))
-        what = _what(reply)
+        what = _what(reply, trouble)
         if what is None and isinstance(reply, Reply) and not _has_token(reply.body):
             what = "no-token"
         return Failure(engine, what) if what is not None else None
@@ -233,26 +142,19 @@ class Prober:
 
     async def _pair(self, trouble: Trouble, prefill: Engine) -> Failure | None:
         decode, model = trouble.engine, trouble.deployment.served_name
-        if (failure := await self._alone(decode, model)) is not None:
+        if (failure := await self._alone(decode, trouble)) is not None:
             return failure
         block = decode.spec.block_size or prefill.spec.block_size or LONGEST_BLOCK
         words = block + block // 8 + 2
-        endpoint = (
-            _CHAT if trouble.failure.what == "computed" else _TEXT
-        )  # text completions do not tell what was computed
+        # text completions do not tell what was computed
+        endpoint = _CHAT if trouble.failure.what == "computed" else _TEXT
         for _ in range(TRIES):
             body = self._body(model, words, endpoint)
             reply = await self._post(prefill, endpoint.path, prefill_body(endpoint, body))
             if not (isinstance(reply, Reply) and reply.status == 400):
                 break
             words = max(words // 2, FEW_WORDS)
-        if (what := _what(reply)) is not None:
-            if (
-                isinstance(reply, Reply)
-                and (reply.status in _NO_PATH or endpoint is _CHAT)
-                and trouble.failure.what != what
-            ):
-                raise _Unsure
+        if (what := _what(reply, trouble)) is not None:
             return Failure(prefill, what)
         assert isinstance(reply, Reply)
         params = read_params(reply.body)
@@ -260,7 +162,7 @@ class Prober:
             return Failure(prefill, "no-params")
         channel = side_channel(params)
         reply = await self._post(decode, endpoint.path, body[:-1] + b',"kv_transfer_params":%b}' % params)
-        what = _what(reply)
+        what = _what(reply, trouble)
         if what is None and isinstance(reply, Reply):
             usage = Usage()
             usage.add(_object(reply.body).get("usage"))
@@ -301,11 +203,14 @@ def _json(model: str, **fields: Any) -> bytes:
     return json.dumps({"model": model, "max_tokens": 1, "temperature": 0, **fields}).encode()
 
 
-def _what(reply: Reply | Broken) -> str | None:
-    """What a leg failed by; None: it answered well."""
+def _what(reply: Reply | Broken, trouble: Trouble) -> str | None:
+    """What a leg failed by; None: it answered well. Raises `_Unsure` where the probe itself is refused, as requests were not."""
     if isinstance(reply, Broken):
         return reply.value
-    return None if reply.status == 200 else f"status-{reply.status}"
+    what = f"status-{reply.status}"
+    if refuses(reply.status) and what != trouble.failure.what:
+        raise _Unsure
+    return None if reply.status == 200 else what
 
 
 def _object(body: bytes) -> dict[str, Any]:

@@ -65,6 +65,7 @@ _IN_MODE = (Reason.AGGREGATED, Reason.NO_PREFILL_POOL)
 """Reasons to be alone that are nothing special: what decided between several engines tells more."""
 _TELLING = (Reason.AFFINITY, Reason.SESSION_MOVED, Reason.ROOM_WINS)
 """What tells more than the mode."""
+_FELL_BACK = (Reason.PREFILL_FAILED, Reason.TRANSFER_FAILED)
 _REASONS = {
     RoutingMode.LEAST_LOAD: Reason.LEAST_LOAD,
     RoutingMode.ROUND_ROBIN: Reason.ROUND_ROBIN,
@@ -190,7 +191,7 @@ def _choose(
     if alone is None and not deployment.wants_prefill and not deployment.prefill:
         alone = Reason.NO_PREFILL_POOL
     if alone is not None:
-        return _alone(answering, asked, alone, fallback=alone is Reason.PREFILL_FAILED)
+        return _alone(answering, asked, alone, fallback=alone in _FELL_BACK)
     prompt, below = asked.prompt, deployment.routing.local_below_tokens
     if below and prompt is not None and prefill is None:  # such a prompt needs no prefill engine, and misses none
         local = _alone(answering, asked, Reason.LOCAL_BELOW_THRESHOLD)

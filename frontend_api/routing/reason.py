@@ -54,6 +54,8 @@ class Reason(StrEnum):
     """What prefill would see otherwise is odd or missing: decode judges the request before any KV is kept for it."""
     PREFILL_UNAVAILABLE = "prefill-unavailable"
     PREFILL_FAILED = "prefill-failed"
+    TRANSFER_FAILED = "transfer-failed"
+    """Decode engines gave nothing with KV to fetch: one computes the prompt itself."""
     PAIRS_BROKEN = "pairs-broken"
     """Every usable prefill engine's KV transfer to every usable decode engine failed its probe."""
     NO_ENGINE = "no-engine"

@@ -234,6 +234,7 @@ async def chat_only(heard: Heard, writer: asyncio.StreamWriter) -> None:
         (answer_well, "status-500", False, ["/v1/completions"]),
         (chat_only, "status-500", False, ["/v1/completions", CHAT]),
         (says(unary(b"", 404)), "status-404", True, ["/v1/completions", CHAT]),
+        (says(unary(b"", 401)), "status-500", True, ["/v1/completions"]),
         (says(unary(b"", 500)), "status-500", True, ["/v1/completions"]),
         (says(unary(chat_reply(choices=[]))), "status-500", True, ["/v1/completions"]),
         (says(unary(b"[]")), "status-500", True, ["/v1/completions"]),
@@ -251,6 +252,19 @@ async def test_a_probe_of_an_engine(
         assert one.headers["authorization"] == "Bearer secret-e"
         assert (one.body["model"], one.body["max_tokens"], "stream" in one.body) == ("m", 1, False)
         assert all(isinstance(part, str) for part in (one.body.get("prompt", ""),)), "any tokenizer reads text"
+
+
+async def test_an_engine_that_takes_no_such_probe_is_not_called_failing(make_site: MakeSite) -> None:
+    """Of a model that makes embeddings, say."""
+    site = await make_site()
+    await site.engine("e", Role.AGGREGATED, says(unary({"error": {"message": "no completions"}}, 400)))
+    site.publish()
+    found = site.router.outcomes
+    (engine,) = site.view.engines()
+    trouble = found.doubt(Failure(engine, "status-500"), site.view.deployments["m"], 0.0)
+    Prober(site.upstreams, found).start_due(monotonic())
+    await until(lambda: bool(site.engines["e"].heard) and not trouble.probing)
+    assert found.left_out == ()
 
 
 async def test_a_prefill_engine_that_gave_no_params_is_probed_for_them(make_site: MakeSite) -> None:
