@@ -177,7 +177,7 @@ class Node:
         self.agent.wake()
         loop.join()
         if self._config.keep_engines and not self.agent.unfit:
-            log.info("Engines go on (KEEP_ENGINES=1).")
+            log.info("Engines keep running (KEEP_ENGINES=1).")
         else:
             self.agent.stop_all()
         self._worker.stop()

@@ -150,7 +150,7 @@ class Agent:
             try:
                 self.one_step()
             except Exception:
-                log.exception("A step of the agent failed; engines go on.")
+                log.exception("A step of the agent failed. Engines keep running.")
             stopping.wait(SHORTEST_STEP_SECONDS)
             self._woken.wait(STEP_SECONDS)
             self._woken.clear()
@@ -211,7 +211,7 @@ class Agent:
             write_private(self._applied_file, msgspec.json.encode(Applied(plan.generation)))
             self._records.prune({assignment.engine for assignment in plan.engines} | {key[0] for key in self._runs})
         except OSError as error:
-            return f"{self._applied_file.parent} cannot be written ({error.strerror}); make room. Engines go on."
+            return f"{self._applied_file.parent} cannot be written ({error.strerror}); make room. Engines keep running."
         return ""
 
     def _apply(self, action: Action) -> None:

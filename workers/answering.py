@@ -68,7 +68,7 @@ class AnswerCheck:
             return  # it is busy: others get on meanwhile
         self._failures += 1 if error.in_time else REFUSALS
         if self._failures >= REFUSALS:
-            self.trouble = f"Calls itself healthy, but fails a completion: {error}"
+            self.trouble = f"It says that it is healthy, but a test completion failed: {error}"
 
 
 def _progress(load: EngineLoad) -> tuple[float, ...]:

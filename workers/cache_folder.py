@@ -176,7 +176,7 @@ def _exclusive(folder: Path, what: str, progress: Progress) -> Iterator[IO[str]]
                 break
             except BlockingIOError:
                 sentence, fraction = _progress_of_other(folder)
-                progress(f"Another Tandem process prepares {what}: {sentence}", fraction)
+                progress(f"Another Tandem process is preparing {what}: {sentence}", fraction)
                 time.sleep(_POLL_SECONDS)
         yield lock
 

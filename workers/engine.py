@@ -32,7 +32,7 @@ from workers.record import EngineRecord, Records, note, tail
 log = logging.getLogger(__name__)
 
 PORT_TRIES = 3
-STARTS_AGAIN = "a port was taken before the engine could bind it; starts again with fresh ones"
+STARTS_AGAIN = "a port was already in use; the engine starts again with other ports"
 EXIT_SEEN_WITHIN = 0.2
 """Seconds."""
 FAILURES_TO_UNHEALTHY = 3
@@ -103,7 +103,7 @@ class EngineRun:
 
     def start(self) -> None:
         """Begins the attempt anew."""
-        self._phase, self._detail = Phase.INSTALLING, "Taken in by the agent."
+        self._phase, self._detail = Phase.INSTALLING, "The agent has accepted it."
         self._spawn()
 
     def adopt(self) -> None:
@@ -115,7 +115,7 @@ class EngineRun:
             self._process = EngineProcess.adopt(record.pid, record.start_ticks, record.boot, self.folder)
         if self._process is None:
             sweep(self.folder.resolve())
-            self._end("Ended while no agent watched; its exit code is unknown.")
+            self._end("It ended while no agent was running, so its exit code is unknown.")
             return
         if record.ports is not None:
             self._launcher.promise(self.assignment.engine, self.assignment.attempt, record.ports)
@@ -136,7 +136,7 @@ class EngineRun:
         self._pairs.keep_only(assignment.peers)
         self._nudge.set()
 
-    def stop(self, why: str = "it is not wanted any more") -> None:
+    def stop(self, why: str = "it is no longer wanted") -> None:
         """Asks the process to end; an attempt that has none yet ends at once."""
         with self._lock:
             if self.ended or self.stopping_since is not None:
@@ -213,7 +213,7 @@ class EngineRun:
                     f"The node cannot write {error.filename or self._records.root}: {error.strerror}. Make room for it."
                 )
             else:
-                self._end(f"The agent failed at it: {type(error).__name__}; see the agent's log.")
+                self._end(f"The agent failed ({type(error).__name__}). See the agent's log.")
         finally:
             self._launcher.release(self.assignment.engine, self.assignment.attempt)
 
@@ -236,7 +236,7 @@ class EngineRun:
                 record.pid, record.start_ticks, record.boot = process.pid, process.ticks, boot_id()
                 record.started_at = time.time()
                 self._save()
-                self._say(Phase.STARTING, "Starts; loads the model.", None)
+                self._say(Phase.STARTING, "Starting: it loads the model.", None)
             last = again == PORT_TRIES - 1
             if not self._watch(process, retry_ports=not last):
                 return
@@ -255,7 +255,7 @@ class EngineRun:
                 except Unanswered as error:
                     failures += 1
                     if record.warmed and failures >= FAILURES_TO_UNHEALTHY:
-                        self._say(Phase.UNHEALTHY, f"Does not answer its health probe: {error}", None)
+                        self._say(Phase.UNHEALTHY, f"It does not answer its health check: {error}", None)
                     elif not record.warmed and self._complains_of_a_port():
                         process.kill()  # vLLM's threads die of it one by one; the process would hang for ever
                 self._pause(process, self._pace.running if record.warmed else self._pace.starting)
@@ -299,7 +299,7 @@ class EngineRun:
             identity = client.identity(self.assignment.spec.extra_args)
         except Unanswered as error:
             if not self._record.warmed:
-                self._say(Phase.STARTING, f"Is up, but cannot serve yet: {error}", None)
+                self._say(Phase.STARTING, f"It runs, but cannot serve yet: {error}", None)
             raise
         with self._lock:
             self._identity = identity
@@ -364,7 +364,7 @@ class EngineRun:
         if self.stopping_since is not None:
             return f"Stopped: {self._why}."
         if not self._record.warmed and self._complains_of_a_port():
-            return "Ended: a port was taken before the engine could bind it."
+            return "It ended: a port was already in use."
         log = tail(self.folder, LAST_WORDS_BYTES).rpartition(STARTS_AGAIN)[2]
         said = cause("\n".join(lines(log.encode(), (self.assignment.secret,))))
         return f"{ending(code)}: {said}" if said else f"{ending(code)}."

@@ -91,12 +91,12 @@ class Launcher:
         def fetching(text: str, done: float | None) -> None:
             say(Phase.FETCHING, text, done)
 
-        say(Phase.INSTALLING, f"Prepares the {spec.runtime} engine runtime.", None)
+        say(Phase.INSTALLING, f"Preparing the {spec.runtime} engine runtime.", None)
         with self._turn(f"runtime {spec.runtime}"):
             runtime = self._ensure_runtime(spec.runtime, progress=installing)
         if spec.runtime is Runtime.SIM and not (Path(spec.model).is_absolute() and Path(spec.model).is_dir()):
             return Prepared(runtime, None, None)  # it has words of its own
-        say(Phase.FETCHING, f"Prepares the model {spec.model}.", None)
+        say(Phase.FETCHING, f"Preparing the model {spec.model}.", None)
         with self._turn(f"model {spec.model}"):
             model = Path(spec.model)
             if spec.runtime is not Runtime.SIM:

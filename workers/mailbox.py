@@ -58,6 +58,6 @@ def unreachable(error: redis.RedisError) -> str:
     if isinstance(error, (redis.AuthenticationError, redis.exceptions.NoPermissionError)):
         return (
             "Redis refuses this node's login. If the node was removed, let it join again with a new token "
-            "(TANDEM_JOIN_TOKEN); engines go on meanwhile."
+            "(TANDEM_JOIN_TOKEN); engines keep running meanwhile."
         )
-    return f"Redis does not answer ({type(error).__name__}); engines go on, and this is tried again."
+    return f"Redis does not answer ({type(error).__name__}). Engines keep running, and this is tried again."

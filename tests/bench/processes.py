@@ -87,7 +87,7 @@ def await_true(
 
 def _last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it said nothing"
+    return lines[-1][:300] if lines else "it gave no reason"
 
 
 _CPU_CLOCK = 2

@@ -65,8 +65,8 @@ def test_without_a_token_none_is_sent(hub: Hub, fetch: Callable[..., Path], monk
     [
         (401, "GatedRepo", "gated: accept its terms .* HF_TOKEN"),
         (403, "GatedRepo", "gated: accept its terms .* HF_TOKEN"),
-        (404, "RepoNotFound", "check the name, or give HF_TOKEN"),
-        (401, "", "check the name, or give HF_TOKEN"),
+        (404, "RepoNotFound", "check the name, or set HF_TOKEN"),
+        (401, "", "check the name, or set HF_TOKEN"),
         (404, "RevisionNotFound", "no revision main of org/name"),
         (503, "", "answered 503"),
     ],

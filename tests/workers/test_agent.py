@@ -148,7 +148,7 @@ def test_a_partner_that_stays_out_of_reach_is_a_failed_pair(node: Node, monkeypa
     until(lambda: (seen := node.seen("d")) and seen.pairs)
     (proof,) = node.seen("d").pairs  # type: ignore[union-attr]
     assert (proof.ok, proof.fault) == (False, None)
-    assert proof.detail.startswith("p is not to be reached at http://127.0.0.1:9 from this node")
+    assert proof.detail.startswith("p cannot be reached at http://127.0.0.1:9 from this node")
 
 
 def test_a_pair_over_which_requests_fail_is_proved_anew(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ def test_an_engine_that_calls_itself_healthy_and_answers_nothing_is_unhealthy_an
     (seen,) = up(node, engine)
     set_faults(engine, seen, fault)
     sick = node.until_phase("d", Phase.UNHEALTHY)
-    assert sick.detail.startswith("Calls itself healthy, but fails a completion: ")
+    assert sick.detail.startswith("It says that it is healthy, but a test completion failed: ")
     assert says in sick.detail
     set_faults(engine, seen)
     assert node.until_phase("d", Phase.WARMING).pid == seen.pid

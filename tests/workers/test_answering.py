@@ -89,7 +89,9 @@ def test_one_refusal_is_asked_again_soon_and_a_second_is_a_verdict(scene: Scene)
     scene.run(31)
     assert (len(scene.asked), scene.check.trouble) == (1, "")
     scene.run(5)
-    assert scene.check.trouble == "Calls itself healthy, but fails a completion: /v1/completions answered 500"
+    assert (
+        scene.check.trouble == "It says that it is healthy, but a test completion failed: /v1/completions answered 500"
+    )
     scene.failure = None
     scene.run(5)
     assert scene.check.trouble == ""

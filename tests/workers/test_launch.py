@@ -172,7 +172,7 @@ def test_an_engine_that_never_gets_its_ports_ends(node: Node, monkeypatch: pytes
     node.build = build  # type: ignore[assignment]
     node.want(assignment("d"))
     dead = node.until_phase("d", Phase.EXITED)
-    assert "a port was taken" in dead.detail, "even if it was ended before it could end itself"
+    assert "a port was already in use" in dead.detail, "even if it was ended before it could end itself"
     assert len(asked) == 3
     for thief in thieves:
         thief.close()

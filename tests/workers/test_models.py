@@ -54,7 +54,7 @@ def test_a_package_is_prepared_once(fake: Path, tmp_path: Path) -> None:
 
 
 def test_a_package_that_no_runtime_carries_is_named(fake: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelUnavailable, match="carries no model package other"):
+    with pytest.raises(ModelUnavailable, match="has no model package other"):
         ensure("package:other", fake, tmp_path)
 
 
@@ -89,7 +89,7 @@ def test_the_token_travels_by_environment_and_is_written_nowhere(
 
 def test_a_failure_says_the_scripts_own_sentence_and_the_next_try_goes_on(fake: Path, tmp_path: Path) -> None:
     (fake / "fails").write_text("tandem:error The hub cannot be reached.\n")
-    with pytest.raises(ModelUnavailable, match=r"The hub cannot be reached\. The whole output: /.*\.log"):
+    with pytest.raises(ModelUnavailable, match=r"The hub cannot be reached\. Full output: /.*\.log"):
         ensure("hub:org/name", fake, tmp_path)
     (fake / "fails").unlink()
     folder = ensure("hub:org/name", fake, tmp_path)

@@ -7,7 +7,7 @@ import pytest
 from workers.obituary import LONGEST, cause, ending
 
 HARMLESS = """\
-[tandem] Starts; loads the model.
+[tandem] Starting: it loads the model.
 (APIServer pid=70) INFO 12-01 12:00:01 [api_server.py:1977] vLLM API server version 0.32.0
 (APIServer pid=70) WARNING 12-01 12:00:02 [config.py:88] ImportError: cannot import name 'flash_attn'; falling back.
 stand-in engine smollm2 (decode) serves http://127.0.0.1:21000
@@ -85,7 +85,7 @@ def test_the_line_that_tells_why(log: str, line: str) -> None:
     [
         (0, "Ended by itself with exit code 0"),
         (98, "Ended by itself with exit code 98"),
-        (-9, "Ended by signal 9, SIGKILL (killed); perhaps for want of memory, see the system's log"),
+        (-9, "Ended by signal 9, SIGKILL (killed); perhaps out of memory, see the system's log"),
         (-11, "Ended by signal 11, SIGSEGV (segmentation fault)"),
         (-6, "Ended by signal 6, SIGABRT (aborted)"),
         (-300, "Ended by signal 300, unknown"),

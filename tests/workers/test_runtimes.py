@@ -211,7 +211,7 @@ def test_two_who_want_it_at_once_install_it_once(fake: Fake, tmp_path: Path) -> 
     second = threading.Thread(target=want, args=(lambda sentence, fraction: told.append(sentence),))
     second.start()
     until(lambda: told)
-    assert "Another Tandem process prepares the cpu engine runtime" in told[0]
+    assert "Another Tandem process is preparing the cpu engine runtime" in told[0]
     assert "vLLM and NIXL" in told[0], "the one who waits sees the other's progress"
     fake.open()
     first.join(20)

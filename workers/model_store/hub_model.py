@@ -47,22 +47,24 @@ def main(model: str, revision: str, folder: Path) -> None:
         done.set()
         watcher.join()
     except errors.GatedRepoError:
-        fail(f"{shown} is gated: accept its terms at the hub and give HF_TOKEN (or HF_TOKEN_FILE) of that account.")
+        fail(
+            f"{shown} is gated: accept its terms at the hub and set HF_TOKEN (or HF_TOKEN_FILE) to a token of that account."
+        )
     except errors.RepositoryNotFoundError:
-        fail(f"The hub does not show {shown}: check the name, or give HF_TOKEN (or HF_TOKEN_FILE) if it is private.")
+        fail(f"The hub does not show {shown}: check the name, or set HF_TOKEN (or HF_TOKEN_FILE) if it is private.")
     except errors.RevisionNotFoundError:
         fail(f"The hub has no revision {revision} of {model}.")
     except errors.HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else "?"
         if status in (401, 403):
             fail(
-                f"The hub answered {status} for {shown}: check the name, or give HF_TOKEN (or HF_TOKEN_FILE) of an account "
+                f"The hub answered {status} for {shown}: check the name, or set HF_TOKEN (or HF_TOKEN_FILE) to a token of an account "
                 "that may read it."
             )
         fail(f"The hub answered {status} for {shown}. The download goes on at the next attempt.")
     except (httpx2.HTTPError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError):
         fail(
-            f"The hub cannot be reached for {shown}. Give this node a way to it (HTTPS_PROXY, or HF_ENDPOINT for a mirror), "
+            f"The hub cannot be reached for {shown}. Let this node reach it (HTTPS_PROXY, or HF_ENDPOINT for a mirror), "
             "or put the model into a folder on the node and write model: /FOLDER. The download goes on at the next attempt."
         )
     shutil.rmtree(folder / ".cache", ignore_errors=True)

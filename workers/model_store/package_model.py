@@ -25,14 +25,14 @@ def main(distribution: str, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     packed = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    progress(0.6, "Reads the tokenizer.")
+    progress(0.6, "Reading the tokenizer.")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     config = packed.config.to_dict()
     config.pop("quantization_config", None)  # else vLLM would look for packed weights
     config.pop("_name_or_path", None)
     plain = type(packed)(type(packed.config)(**config))
     plain.load_state_dict(packed.state_dict())
-    progress(0.8, "Writes the float32 model.")
+    progress(0.8, "Writing the float32 model.")
     plain.to(torch.float32).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

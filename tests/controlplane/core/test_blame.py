@@ -82,7 +82,7 @@ def test_an_engine_restarted_beside_one_that_fails_waits_for_it(fleet: Fleet) ->
     agent = fleet.agents["a"]
     decode = fleet.engine("decode-0").id
     agent.broken = {("prefill", decode): Role.DECODE}
-    agent.set(decode, phase=Phase.UNHEALTHY, detail="Calls itself healthy, but fails a completion.")
+    agent.set(decode, phase=Phase.UNHEALTHY, detail="It says that it is healthy, but a test completion failed.")
     agent.stuck.add(decode)  # it comes no further, attempt after attempt
     agent.kill(fleet.engine("prefill-0").id)
     fleet.run(10)

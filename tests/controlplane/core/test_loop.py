@@ -981,10 +981,10 @@ def test_an_attempt_that_its_node_starts_anew_is_not_taken_for_ready(fleet: Flee
     fleet.deploy_ready()
     decode = fleet.engine("decode-0")
     agent.stuck.add(decode.id)
-    agent.set(decode.id, phase=Phase.STARTING, detail="Starts; loads the model.", pid=4711, load=None, pairs=())
+    agent.set(decode.id, phase=Phase.STARTING, detail="Starting: it loads the model.", pid=4711, load=None, pairs=())
     fleet.run(2)
     again = fleet.engine("decode-0")
-    assert (again.state, again.attempt, again.reason) == ("starting", decode.attempt, "Starts; loads the model.")
+    assert (again.state, again.attempt, again.reason) == ("starting", decode.attempt, "Starting: it loads the model.")
     assert fleet.serving() == ["prefill-0"]
     agent.stuck.clear()
     fleet.until(lambda: fleet.status() == "ready")
