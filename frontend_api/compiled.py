@@ -20,14 +20,14 @@ from types import ModuleType
 
 PACKAGE = Path(__file__).parent
 MODULES = (
-    "exchange", "flow", "gate", "legs", "steps", "verdicts",
+    "exchange", "flow", "gate", "legs", "steps", "trace", "verdicts",
     "formats.openai", "formats.sse",
     "http.heads", "http.outbox", "http.passing", "http.reading", "http.server", "http.upstream",
     "kv.blocks", "kv.chains", "kv.contents", "kv.debt", "kv.evidence", "kv.index", "kv.names", "kv.predict", "kv.sequence",
     "limits.answers", "limits.reserve", "limits.use", "limits.windows",
     "observe.account",
-    "routing.choice", "routing.costs", "routing.gossip", "routing.loads", "routing.outcomes", "routing.rates", "routing.reason",
-    "routing.view", "routing.waiting",
+    "routing.choice", "routing.costs", "routing.failures", "routing.gossip", "routing.loads", "routing.outcomes",
+    "routing.rates", "routing.reason", "routing.view", "routing.waiting",
     "tokens.kept", "tokens.lanes", "tokens.prompts", "tokens.segments", "tokens.store", "tokens.tokenizer",
 )  # fmt: skip
 """What runs for each request, each chunk and each event. No classes of msgspec are in them: it has to make those itself."""

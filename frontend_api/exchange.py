@@ -36,6 +36,7 @@ from frontend_api.routing.outcomes import DOUBT_SECONDS
 from frontend_api.routing.view import Deployment
 from frontend_api.routing.waiting import Place
 from frontend_api.tokens import lanes
+from frontend_api.trace import Trace
 from frontend_api.verdicts import Verdict
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class Exchange:
         """Once that is settled."""
         self._work: asyncio.Future[Any] | None = None
         watched = self.account.began_at < router.decisions.watched_until
-        self._trace = flow.Trace(explain=self._explain or watched)
+        self._trace = Trace(explain=self._explain or watched)
         self._cache: Cache | None = None
         self._standing: Standing | None = None
         self._prompt: Prompt | None = None

@@ -27,16 +27,8 @@ from frontend_api.formats.openai import (
 )
 from frontend_api.http.ask import Reply, ask
 from frontend_api.http.upstream import Broken, Upstreams
-from frontend_api.routing.outcomes import (
-    BROKE_OFF,
-    LONGEST_BLOCK,
-    OVERLOAD,
-    Failure,
-    Outcomes,
-    Trouble,
-    computed_itself,
-    refuses,
-)
+from frontend_api.routing.failures import BROKE_OFF, OVERLOAD, Failure, refuses
+from frontend_api.routing.outcomes import LONGEST_BLOCK, Outcomes, Trouble, computed_itself
 from frontend_api.routing.view import Engine
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from frontend_api.formats.openai import Problem
 from frontend_api.http.upstream import Broken
-from frontend_api.routing.outcomes import KEY_REFUSED, OVERLOAD, Failure, refuses
+from frontend_api.routing.failures import KEY_REFUSED, OVERLOAD, Failure, refuses
 from frontend_api.routing.reason import Reason
 from frontend_api.routing.view import Deployment, Engine
 from frontend_api.steps import Lost, Outcome, Replied

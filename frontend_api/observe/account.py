@@ -10,8 +10,8 @@ from frontend_api.formats.openai import Endpoint, Shape, Usage, read_counts
 from frontend_api.limits.charges import Estimate
 
 if TYPE_CHECKING:
-    from frontend_api.flow import Trace
     from frontend_api.formats.sse import EventReader
+    from frontend_api.trace import Trace
 
 STAGES = ("read", "tokenise", "choose", "send", "limit")
 """Of the router's own time before the first byte to an engine: key, model and fields; token ids; engines; body and

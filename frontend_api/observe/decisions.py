@@ -30,11 +30,11 @@ from frontend_api.routing.costs import costs_of
 from frontend_api.routing.reason import Reason
 
 if TYPE_CHECKING:
-    from frontend_api.flow import Trace
     from frontend_api.http.server import ClientConnection
     from frontend_api.kv.evidence import Cache, Standing
     from frontend_api.routing.costs import Cost, Weighed
     from frontend_api.routing.view import Deployment
+    from frontend_api.trace import Trace
 
 log = logging.getLogger(__name__)
 

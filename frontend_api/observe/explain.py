@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby, islice
 
-from frontend_api.flow import Trace
 from frontend_api.kv.evidence import Cache, Prompt
 from frontend_api.observe.account import STAGES
 from frontend_api.routing.costs import Cost, costs_of
-from frontend_api.routing.outcomes import Failure
+from frontend_api.routing.failures import Failure
+from frontend_api.trace import Trace
 
 MOST = 16
 """Candidates of each part, and reasons, that are told: clients have limits for a reply's head. `/debug/decisions` tells all."""

@@ -13,11 +13,11 @@ import pytest
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import Disaggregate, RoutingMode, RoutingPolicy, SnapshotEngine
-from frontend_api.flow import Trace
 from frontend_api.formats.openai import Endpoint
 from frontend_api.kv.evidence import Cache, Prompt
 from frontend_api.observe import decisions
 from frontend_api.observe.decisions import Board, Decisions, Kept
+from frontend_api.trace import Trace
 from tests.frontend_api.client import PROMPT, Client, Reply, ask
 from tests.frontend_api.conftest import KEY, MakeSite, Site, until
 from tests.frontend_api.scripted import ScriptedEngine

@@ -12,7 +12,7 @@ import pytest
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import FleetSnapshot, RoutingMode, RoutingPolicy, SnapshotDeployment, SnapshotEngine
-from frontend_api.flow import Flow, Serving, Trace
+from frontend_api.flow import Flow, Serving
 from frontend_api.kv.debt import HELD_SECONDS, OWED_SECONDS
 from frontend_api.kv.debt import SENT_SECONDS as SAMPLE_SECONDS
 from frontend_api.kv.evidence import LARGE_BLOCK_SIZE, Cache, Evidence, State, source
@@ -23,6 +23,7 @@ from frontend_api.kv.sequence import END, Rank
 from frontend_api.routing.reason import Reason
 from frontend_api.routing.view import Engine, View
 from frontend_api.steps import Began, Decode, Ended
+from frontend_api.trace import Trace
 
 SIZE = 16
 KV = RoutingPolicy(mode=RoutingMode.KV)

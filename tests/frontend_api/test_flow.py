@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import Disaggregate, OnPrefillFailure, RoutingPolicy, SnapshotDeployment, SnapshotEngine
-from frontend_api.flow import LEASE_MARGIN, LEASE_SECONDS, MAX_LEGS, Serving, Trace
+from frontend_api.flow import LEASE_MARGIN, LEASE_SECONDS, MAX_LEGS, Serving
 from frontend_api.formats.openai import Problem
 from frontend_api.http.upstream import Broken
 from frontend_api.kv.evidence import Cache, Prompt
@@ -33,6 +33,7 @@ from frontend_api.steps import (
     Room,
     Wait,
 )
+from frontend_api.trace import Trace
 from frontend_api.verdicts import PassOn
 
 P = b'{"remote":1}'

@@ -20,13 +20,14 @@ from controlplane.fleet.wire import (
     SnapshotKey,
     encode,
 )
-from frontend_api.flow import Serving, Trace
+from frontend_api.flow import Serving
 from frontend_api.kv.evidence import Cache, Evidence
 from frontend_api.observe.telemetry import Telemetry
 from frontend_api.routing import intake
 from frontend_api.routing.outcomes import Outcomes
 from frontend_api.routing.view import View
 from frontend_api.steps import Decode
+from frontend_api.trace import Trace
 from tests.frontend_api.test_evidence import NoTokens, prompt
 
 RIGHT: dict[str, Any] = {

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import FleetSnapshot, RoutingPolicy, SnapshotDeployment, SnapshotEngine
-from frontend_api.flow import Serving, Trace
+from frontend_api.flow import Serving
 from frontend_api.routing.choice import choose
 from frontend_api.routing.loads import SILENCE_SECONDS, Loads, Table
 from frontend_api.routing.view import Deployment, Engine, View, carrying
 from frontend_api.steps import Wait
+from frontend_api.trace import Trace
 
 
 def snapshot(*names: str, attempt: int = 1) -> FleetSnapshot:

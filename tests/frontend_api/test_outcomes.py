@@ -17,21 +17,22 @@ from controlplane.fleet.wire import (
     SnapshotDeployment,
     SnapshotEngine,
 )
-from frontend_api.flow import MAX_STRIKES, Serving, Trace
+from frontend_api.flow import MAX_STRIKES, Serving
 from frontend_api.formats.openai import Usage
 from frontend_api.http.upstream import Broken
+from frontend_api.routing.failures import Failure
 from frontend_api.routing.outcomes import (
     DOUBT_SECONDS,
     ENOUGH,
     FORGET_SECONDS,
     HUNG_PROBES,
-    Failure,
     Outcomes,
     Trouble,
     computed_itself,
 )
 from frontend_api.routing.view import Deployment, Engine, Health, View
 from frontend_api.steps import Began, Decode, Ended, Lost, Outcome, Prefill, Prefilled, Probe, Replied
+from frontend_api.trace import Trace
 
 P = b'{"remote_host":"10.0.0.1","remote_port":5600}'
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "a": Role.AGGREGATED}

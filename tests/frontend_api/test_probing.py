@@ -18,7 +18,8 @@ from controlplane.fleet.wire import Disaggregate, Result, RoutingPolicy, Snapsho
 from frontend_api import exchange, probing
 from frontend_api.probing import Prober
 from frontend_api.routing import outcomes
-from frontend_api.routing.outcomes import ENOUGH, Failure
+from frontend_api.routing.failures import Failure
+from frontend_api.routing.outcomes import ENOUGH
 from frontend_api.routing.view import Engine
 from tests.conftest import free_port
 from tests.frontend_api import standins

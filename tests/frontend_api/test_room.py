@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import Disaggregate, RoutingMode, RoutingPolicy, SnapshotEngine
-from frontend_api.flow import Serving, Trace
+from frontend_api.flow import Serving
 from frontend_api.http.upstream import Upstreams
 from frontend_api.kv.room import SELDOM_SECONDS, RoomReader, Told, read
 from frontend_api.routing.choice import Choice, choose, explain_costs
@@ -21,6 +21,7 @@ from frontend_api.routing.loads import Loads, Table
 from frontend_api.routing.reason import Reason
 from frontend_api.routing.view import ROOM_SECONDS, Deployment, Engine, View, carrying
 from frontend_api.steps import Began, Decode, Ended, Prefill
+from frontend_api.trace import Trace
 from tests.frontend_api.test_flow import Clock, fleet, prefilled
 from tests.frontend_api.test_loads import Process
 from tests.frontend_api.test_routing import asked
