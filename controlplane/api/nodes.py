@@ -15,6 +15,7 @@ from controlplane.api import requests, resources
 from controlplane.api.view import IDEMPOTENCY_KEY, ApiView, would_stop
 from controlplane.deployments import effects, node_events
 from controlplane.nodes import queries, services
+from controlplane.nodes.addresses import is_own
 from controlplane.nodes.joining import host_of, join_address
 
 
@@ -87,16 +88,17 @@ class JoinTokens(ApiView):
         return Response(resources.JoinTokenResource(answer).data, status=201)
 
 
+_TOLD_BY_PROXIES = {"X-Forwarded-For", "X-Forwarded-Proto", "X-Real-IP", "Forwarded", "Via"}
+
+
 def _asked_from(request: Request) -> str:
-    """The address that a request comes from; behind a proxy the one that it tells; empty: it tells none."""
-    told = request.headers.get("X-Real-IP") or request.headers.get("X-Forwarded-For", "").rpartition(",")[2].strip()
-    proxied = told or {"X-Forwarded-Proto", "Forwarded", "Via"} & set(request.headers)
+    """The address that a request comes from. Empty: from a proxy on this machine that the web server does not know for one."""
     try:
-        address = ip_address(told if proxied else str(request.META.get("REMOTE_ADDR", "")))
+        address = ip_address(str(request.META.get("REMOTE_ADDR", "")))
     except ValueError:
         return ""
-    address = getattr(address, "ipv4_mapped", None) or address
-    return "" if proxied and address.is_loopback else str(address)  # a proxy's own machine proves nothing
+    seen = str(getattr(address, "ipv4_mapped", None) or address)
+    return "" if is_own(seen) and _TOLD_BY_PROXIES & set(request.headers) else seen
 
 
 routes = [
