@@ -409,8 +409,13 @@ class Exchange:
         leg = self.leg
         if leg is None or self._slow or leg.connection is None:
             return
-        routing = self._deployment.routing
-        limit = routing.gap_seconds if self.account.streamed else routing.silence_seconds
+        key, routing = self.request.key, self._deployment.routing
+        if self.account.streamed:
+            own, limit = key.gap_seconds if key is not None else None, routing.gap_seconds
+        else:
+            own, limit = key.silence_seconds if key is not None else None, routing.silence_seconds
+        if own is not None:
+            limit = own
         if now - leg.last_byte_at > limit:
             leg.give_up(Broken.SILENT)
         elif now - leg.last_byte_at > DOUBT_SECONDS and self._serving is not None:

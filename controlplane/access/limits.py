@@ -1,4 +1,4 @@
-"""How much one inference key may use: the four numbers, their bounds, and how people write them. Pure."""
+"""How much one inference key may use, and how long it waits: the numbers, their bounds, and how people write them. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from controlplane.fleet.errors import InvalidInput
 
 
 class Limits(NamedTuple):
-    """None: unlimited. Counted by the routers, over all of them together."""
+    """None: unlimited; of the seconds: as the deployment says. Use is counted by the routers, over all of them together."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -18,6 +18,10 @@ class Limits(NamedTuple):
     """Requests at a time."""
     priority: int = 0
     """Of two requests that wait for an engine the one with the higher is served first."""
+    silence_seconds: int | None = None
+    """The longest wait for an engine's first byte: of an answer that is no stream, for all of it."""
+    gap_seconds: int | None = None
+    """The longest silence inside a stream."""
 
 
 UNLIMITED = Limits()
@@ -26,6 +30,8 @@ BOUNDS = {
     "tokens_per_minute": (1, 1_000_000_000),
     "concurrency": (1, 100_000),
     "priority": (-10, 10),
+    "silence_seconds": (1, 86_400),
+    "gap_seconds": (1, 86_400),
 }
 
 
@@ -36,8 +42,8 @@ def changed(limits: Limits, changes: Mapping[str, int | None]) -> Limits:
         if value is not None and not low <= value <= high:
             without = "" if field == "priority" else ", or leave it empty for no limit"
             raise InvalidInput(f"{field}: enter a whole number from {low} to {high}{without}", field=field)
-    requests, tokens, concurrency, priority = (changes.get(f, before) for f, before in limits._asdict().items())
-    return Limits(requests, tokens, concurrency, priority or 0)
+    found = {**limits._asdict(), **changes}
+    return Limits(**{**found, "priority": found["priority"] or 0})
 
 
 def parse_limit(text: str, field: str, *, unlimited: str = "leave it empty") -> int | None:

@@ -29,6 +29,8 @@ class ApiKey(models.Model):
     tokens_per_minute = models.PositiveIntegerField(null=True, blank=True)
     concurrency = models.PositiveIntegerField(null=True, blank=True)
     priority = models.SmallIntegerField(default=0)
+    silence_seconds = models.PositiveIntegerField(null=True, blank=True)
+    gap_seconds = models.PositiveIntegerField(null=True, blank=True)
     created_by = models.CharField(max_length=150)
     created_at = models.DateTimeField(auto_now_add=True)
     expires_at = models.DateTimeField(null=True, blank=True)
@@ -43,7 +45,7 @@ class ApiKey(models.Model):
 
     @property
     def limits(self) -> Limits:
-        return Limits(self.requests_per_minute, self.tokens_per_minute, self.concurrency, self.priority)
+        return Limits(**{field: getattr(self, field) for field in Limits._fields})
 
     @property
     def editable(self) -> dict[str, Any]:

@@ -99,6 +99,10 @@ def _limit(field: str, **more: Any) -> serializers.IntegerField:
     return serializers.IntegerField(min_value=low, max_value=high, **more)
 
 
+_SILENCE = "Longest wait for an engine's first byte; null: as the deployment."
+_GAP = "Longest silence inside a stream; null: as the deployment."
+
+
 class KeyChanges(_Strict):
     """Only what is sent is changed."""
 
@@ -111,6 +115,8 @@ class KeyChanges(_Strict):
     tokens_per_minute = _limit("tokens_per_minute", required=False, allow_null=True, help_text="Prompt and output.")
     concurrency = _limit("concurrency", required=False, allow_null=True, help_text="Requests at a time.")
     priority = _limit("priority", required=False, help_text="The higher is served first when engines are full.")
+    silence_seconds = _limit("silence_seconds", required=False, allow_null=True, help_text=_SILENCE)
+    gap_seconds = _limit("gap_seconds", required=False, allow_null=True, help_text=_GAP)
 
 
 class Rotate(_Strict):
@@ -141,3 +147,5 @@ class NewKey(_Strict):
     tokens_per_minute = _limit("tokens_per_minute", default=None, allow_null=True, help_text="Prompt and output.")
     concurrency = _limit("concurrency", default=None, allow_null=True, help_text="Requests at a time.")
     priority = _limit("priority", default=0, help_text="The higher is served first when engines are full.")
+    silence_seconds = _limit("silence_seconds", default=None, allow_null=True, help_text=_SILENCE)
+    gap_seconds = _limit("gap_seconds", default=None, allow_null=True, help_text=_GAP)

@@ -252,6 +252,12 @@ class KeyResource(serializers.Serializer[Any]):
     tokens_per_minute = serializers.IntegerField(allow_null=True, help_text="Prompt and output; null: unlimited.")
     concurrency = serializers.IntegerField(allow_null=True, help_text="Requests at a time; null: unlimited.")
     priority = serializers.IntegerField()
+    silence_seconds = serializers.IntegerField(
+        allow_null=True, help_text="Longest wait for an engine's first byte; null: as the deployment."
+    )
+    gap_seconds = serializers.IntegerField(
+        allow_null=True, help_text="Longest silence inside a stream; null: as the deployment."
+    )
     created_by = serializers.CharField()
     created_at = serializers.DateTimeField()
     expires_at = serializers.DateTimeField(allow_null=True)

@@ -145,6 +145,8 @@ _LIMIT_HELP = {
     "tokens_per_minute": "prompt and output, in any minute",
     "concurrency": "requests at a time",
     "priority": "the higher is served first when all engines are full",
+    "silence_seconds": "longest wait for an engine's first byte, instead of the deployment's",
+    "gap_seconds": "longest silence inside a stream, instead of the deployment's",
 }
 
 

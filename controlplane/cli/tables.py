@@ -88,6 +88,8 @@ def limits(row: Row) -> str:
             ("requests_per_minute", "req/min"),
             ("tokens_per_minute", "tok/min"),
             ("concurrency", "at a time"),
+            ("silence_seconds", "s to the first byte"),
+            ("gap_seconds", "s between tokens"),
         )
         if row[field] is not None
     ]

@@ -36,6 +36,8 @@ _LABELS = {
     "tokens_per_minute": "Tokens a minute",
     "concurrency": "Requests at a time",
     "priority": "Priority",
+    "silence_seconds": "Engine's first byte, seconds",
+    "gap_seconds": "Gap in a stream, seconds",
     "models": "Models",
     "expires_at": "Expires",
 }
@@ -63,6 +65,8 @@ def _line(key: ApiKey, now: datetime) -> Line:
     limits = [f"{value:,} {unit}" for field, unit in _UNITS if (value := getattr(key, field)) is not None]
     if key.priority:
         limits.append(f"priority {key.priority:+}".replace("-", "−"))
+    waits = (("silence_seconds", "first byte within {:,} s"), ("gap_seconds", "gaps up to {:,} s"))
+    limits += [says.format(value) for field, says in waits if (value := getattr(key, field)) is not None]
     return Line(key, look, Role(key.role).label, limits, key.old_secret_works_until())
 
 

@@ -193,6 +193,8 @@ def keys_of(now: datetime) -> list[SnapshotKey]:
             tokens_per_minute=key.tokens_per_minute,
             concurrency=key.concurrency,
             priority=key.priority,
+            silence_seconds=key.silence_seconds,
+            gap_seconds=key.gap_seconds,
         )
         found.append(entry)
         for old in key.retired.all():

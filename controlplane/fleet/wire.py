@@ -279,6 +279,9 @@ class SnapshotKey(Struct, frozen=True):
     """Requests at a time, over all routers."""
     priority: int = 0
     """Of two requests that wait for an engine the one with the higher is served first."""
+    silence_seconds: float | None = None
+    """Instead of the deployment's, as the next; None: that holds."""
+    gap_seconds: float | None = None
 
     @property
     def limited(self) -> bool:

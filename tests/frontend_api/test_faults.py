@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from controlplane.fleet.model import Role
-from controlplane.fleet.wire import OnPrefillFailure, Result, RoutingPolicy, SnapshotEngine
+from controlplane.fleet.wire import OnPrefillFailure, Result, RoutingPolicy, SnapshotEngine, SnapshotKey
 from frontend_api import flow
 from frontend_api.http import upstream
 from frontend_api.http.upstream import Failure
@@ -730,6 +730,24 @@ async def test_silence_is_waited_for_as_long_as_the_deployment_says(make_site: M
         assert (reply.status, reply.error["code"]) == (504, "engine_timeout")
     await until(lambda: site.engines["a0"].aborted == 1)
     await site.settled()
+
+
+async def test_a_key_may_have_another_patience_than_the_deployment(make_site: MakeSite) -> None:
+    site = await aggregated(make_site, hang, auth=True)
+    site.publish(policy=RoutingPolicy(silence_seconds=7_000.0))
+    (digest,) = (digest for digest, key in site.view.keys.items() if key.id == "k-all")
+    now = asyncio.get_running_loop().time
+    for patience in (20.0, 9_000.0):
+        site.view.keys[digest] = SnapshotKey("k-all", digest, silence_seconds=patience)
+        async with Client(site.port) as client:
+            heard = len(site.engines["a0"].heard)
+            client.post(CHAT, PROMPT, Authorization="Bearer tdm-inference")
+            await until(lambda heard=heard: len(site.engines["a0"].heard) > heard)
+            site.router.sweep(now() + patience - 10)
+            assert site.in_flight == {"a0": 1}
+            site.router.sweep(now() + patience + 10)
+            assert (await client.reply()).status == 504
+        await site.settled()
 
 
 async def test_a_gap_in_a_stream_may_last_as_long_as_the_deployment_says(make_site: MakeSite) -> None:
