@@ -232,9 +232,9 @@ class Serving:
         return self.verdict or no_engine(self.deployment)
 
     def _died_of_it(self) -> Generator[Step, Outcome, bool]:
-        """Whether an engine that closed its connection on this request takes no other one now."""
+        """Whether an engine that failed on this request takes no connection now."""
         for failure in self.trace.tried:
-            if failure.what == Broken.RESET.value and failure.engine in self.struck:
+            if failure.what != Broken.SILENT.value and failure.engine in self.struck:
                 with carrying(failure.engine):
                     outcome = yield Probe(failure.engine)
                 if outcome is not None:

@@ -28,7 +28,9 @@ ENOUGH = 2
 """Requests in a row that fail at an engine or a pair, and are answered another way, until it is out."""
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 10.0
-"""Seconds between two probes: doubled with each probe, until a request works there."""
+"""Seconds between two probes of what is out: doubled with each probe, until a request works there."""
+LONGEST_REST = 60.0
+"""The same where probes work, and doubts go on: a long answer that is no stream is silent too."""
 DOUBT_SECONDS = 5.0
 """Silence of a leg, while nobody else has heard of its engine either, after which the engine is probed."""
 HUNG_PROBES = 2
@@ -207,14 +209,15 @@ class Outcomes:
         but the engine wrote other ones."""
         trouble.probing = False
         self._busy.difference_update(e for e in (trouble.prefill, trouble.engine) if e is not None)
-        pause, trouble.pause = trouble.pause, min(trouble.pause * 2, LONGEST_PAUSE)
+        rest, trouble.pause = trouble.pause, min(trouble.pause * 2, LONGEST_REST)
+        pause = min(rest, LONGEST_PAUSE)
         trouble.probe_at = inf
         if self.troubles.get((trouble.prefill, trouble.engine)) is not trouble:
             return  # a request has worked meanwhile, or it is gone
         if unsure:
             trouble.probe_at = now + pause
         elif failure is None:
-            trouble.rest_until = now + pause
+            trouble.rest_until = now + rest
             trouble.failures = trouble.probed_silent = 0
             if trouble.out:
                 trouble.out = False

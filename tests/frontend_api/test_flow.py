@@ -155,7 +155,8 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any], list[Callable[[Clock], O
         ("p0", "d0", "d1"), {}, [KV, says(Replied(500, b"")), KV, says(Replied(500, b"")), says(Replied(500, b"")), OK],
         ["p0", "d0+kv", "p0", "d1+kv", "d0", "d1"], None),
     "every prefill engine fails": (
-        ("p0", "p1", "d0"), {}, [says(Replied(500, b"")), says(Lost(Broken.SILENT, True)), OK], ["p0", "p1", "d0"], None),
+        ("p0", "p1", "d0"), {}, [says(Replied(500, b"")), says(Lost(Broken.SILENT, True)), says(None), OK],
+        ["p0", "p1", "p0?", "d0"], None),
     "every prefill engine breaks off, and lives": (
         ("p0", "p1", "d0"), {}, [says(RESET), says(RESET), says(None), says(None), OK],
         ["p0", "p1", "p0?", "p1?", "d0"], None),
