@@ -271,3 +271,52 @@ async def test_a_side_channel_is_told_to_those_who_run_it_and_to_no_client(make_
     await site.settled()
     (told,) = site.router.outcomes.news()
     assert "(side channel 10.0.0.1:5600)" in told
+
+
+TOLD = {
+    "/v1/chat/completions": {
+        "prompt_tokens": 700,
+        "completion_tokens": 3,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    },
+    "/v1/completions": {"prompt_tokens": 700, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 0}},
+    "/v1/responses": {"input_tokens": 700, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 0}},
+    "/v1/messages": {"input_tokens": 700, "output_tokens": 3, "cache_read_input_tokens": 0},
+}
+ENDS = {
+    "/v1/chat/completions": lambda usage: [event({"choices": [], "usage": usage}), DONE],
+    "/v1/completions": lambda usage: [event({"choices": [], "usage": usage}), DONE],
+    "/v1/responses": lambda usage: [named("response.completed", response={"usage": usage})],
+    "/v1/messages": lambda usage: [named("message_delta", usage=usage), named("message_stop")],
+}
+
+
+async def computes_itself(heard: Heard, writer: asyncio.StreamWriter) -> None:
+    """Answers well whatever KV it was to fetch, and says that nothing of the prompt was cached."""
+    usage = TOLD[heard.target]
+    if heard.body.get("stream"):
+        parts = [*STREAMS[heard.target][:2], *ENDS[heard.target](usage)]
+        writer.write(STREAM_HEAD + b"".join(map(framed, parts)) + LAST)
+    else:
+        writer.write(unary(chat_reply(usage=usage)))
+
+
+@pytest.mark.parametrize("path", TOLD)
+async def test_a_prompt_that_decode_computed_by_its_own_account_is_a_fallback(make_site: MakeSite, path: str) -> None:
+    site = await make_site()
+    await site.engine("p0", Role.PREFILL, well)
+    await site.engine("d0", Role.DECODE, computes_itself)
+    site.publish()
+    for stream in (False, True):
+        renew(site)
+        async with Client(site.port) as client:
+            client.post(path, {**BODIES[path], "stream": stream}, x_tandem_explain="1")
+            reply = await client.reply()
+        await site.settled()
+        record = site.telemetry.records.pop()
+        assert (reply.status, record.fallback, record.fallback_cause) == (200, True, "decode-computed"), path
+        assert (record.prefill, record.decode, record.tried) == ("p0", "d0", ())
+        if not stream:
+            assert reply.headers["x-tandem-fallback"] == "decode-computed"
+        (trouble,) = site.router.outcomes.troubles.values()
+        assert str(trouble.failure) == "decode-computed p0 d0"
