@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from codecs import BOM_UTF8
+from datetime import UTC, datetime
 from hashlib import sha256
 from ipaddress import ip_address
 from random import getrandbits
@@ -292,13 +293,19 @@ class Router:
             self._note_key(request)
             deployments = self.view.deployments.items()
             names = sorted(name for name, d in deployments if d.ready and self._may_use(name, request.key))
-            listed = {"object": "list", "data": [self._model(name) for name in names]}
+            listed: dict[str, object] = {"object": "list", "data": [self._model(name, request) for name in names]}
+            if _is_anthropic(request):
+                listed |= {
+                    "has_more": False,
+                    "first_id": names[0] if names else None,
+                    "last_id": names[-1] if names else None,
+                }
             connection.reply(200, self._headers(request), msgspec.json.encode(listed))
         else:
             self._note_key(request)
             name = unquote_to_bytes(path[len(_MODELS) + 1 :]).decode("utf-8", "replace")
             if name in self.view.deployments and self._may_use(name, request.key):
-                connection.reply(200, self._headers(request), msgspec.json.encode(self._model(name)))
+                connection.reply(200, self._headers(request), msgspec.json.encode(self._model(name, request)))
             else:
                 self.reply_problem(connection, _no_model(name), Shape.PLAIN, _request_id(request))
 
@@ -316,16 +323,29 @@ class Router:
     def _headers(self, request: Request) -> bytes:
         return b"%bx-request-id: %b\r\n" % (_JSON, _request_id(request))
 
-    def _model(self, name: str) -> dict[str, object]:
+    def _model(self, name: str, request: Request) -> dict[str, object]:
         deployment = self.view.deployments[name]
         lengths = [e.spec.max_model_len for e in (*deployment.answering, *deployment.prefill) if e.spec.max_model_len]
-        return {
+        made_at = int(self.view.made_at)
+        told: dict[str, object] = {
             "id": name,
             "object": "model",
-            "created": int(self.view.made_at),
+            "created": made_at,
             "owned_by": "tandem",
             "max_model_len": min(lengths, default=None),
         }
+        if _is_anthropic(request):
+            told |= {
+                "type": "model",
+                "display_name": name,
+                "created_at": datetime.fromtimestamp(made_at, UTC).isoformat(),
+            }
+        return told
+
+
+def _is_anthropic(request: Request) -> bool:
+    """Its client knows Anthropic's form of the list of models; the fields of both do not clash."""
+    return b"anthropic-version" in request.headers
 
 
 def _is_known(path: bytes) -> bool:

@@ -441,18 +441,12 @@ def without(body: bytes, names: Iterable[str]) -> bytes:
 
 
 _ERROR_TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
-    413: "invalid_request_error",
-    414: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
-    431: "invalid_request_error",
 }
+"""Of the 4xx that are not the body's or the request's own fault."""
 
 
 class Problem(NamedTuple):
@@ -472,7 +466,9 @@ def error_body(problem: Problem, shape: Shape = Shape.PLAIN, *, marked: bool = F
     """OpenAI's error object; for Anthropic's endpoints with the types and the mark that its clients know. `marked`: with that
     mark anyway."""
     anthropic = shape is Shape.MESSAGES
-    by_status = _ERROR_TYPES.get(problem.status, "api_error" if anthropic else "server_error")
+    by_status = _ERROR_TYPES.get(problem.status, "invalid_request_error")
+    if problem.status >= 500:
+        by_status = "api_error" if anthropic else "server_error"
     error = {
         "message": problem.message,
         "type": by_status if anthropic else problem.kind or by_status,

@@ -315,3 +315,90 @@ async def test_text_cut_anywhere_and_marks_inside_it(make_site: MakeSite) -> Non
             assert (got[-1].choices[0].finish_reason, got[-1].system_fingerprint) == ("stop", "f")
     await site.settled()
     assert {record.output_tokens for record in site.telemetry.records} == {3}
+
+
+CLAUDE_CODE = {
+    "anthropic-version": "2023-06-01", "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14",
+    "anthropic-dangerous-direct-browser-access": "true", "x-app": "cli", "user-agent": "claude-cli/2.0.0 (external, cli)",
+    "x-stainless-lang": "js", "accept-encoding": "br, gzip, deflate", "x-api-key": "none",
+}  # fmt: skip
+BASH = {
+    "name": "Bash", "description": "Runs a command.", "cache_control": {"type": "ephemeral"},
+    "input_schema": {"$schema": "http://json-schema.org/draft-07/schema#", **SCHEMA, "additionalProperties": False},
+}  # fmt: skip
+SAID = [{"type": "text", "text": "Look.", "cache_control": {"type": "ephemeral"}}]
+TURNS = [
+    {"role": "user", "content": SAID},
+    {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": "s"},
+                                      {"type": "tool_use", "id": "t1", "name": "Bash", "input": {"city": "Bern"}}]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "is_error": False, "content": SAID}]},
+]  # fmt: skip
+MESSAGE = {
+    "model": "m",
+    "max_tokens": 20,
+    "system": SAID,
+    "tools": [BASH],
+    "metadata": {"user_id": "u"},
+    "stream": True,
+}
+CODEX = {
+    "originator": "codex_cli_rs", "session_id": "0199", "conversation_id": "0199", "version": "0.60.0",
+    "openai-beta": "responses=experimental", "accept": "text/event-stream", "user-agent": "codex_cli_rs/0.60.0",
+}  # fmt: skip
+SHELL = {"type": "function", "name": "shell", "description": "Runs.", "strict": False, "parameters": SCHEMA}
+RESPONSE = {
+    "model": "m", "instructions": "You code.", "tools": [SHELL], "tool_choice": "auto", "parallel_tool_calls": False,
+    "reasoning": {"effort": "medium", "summary": "auto"}, "store": False, "stream": True, "prompt_cache_key": "0199",
+    "include": ["reasoning.encrypted_content"], "text": {"verbosity": "low"},
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Look."}]},
+        {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "x"},
+        {"type": "function_call", "name": "shell", "arguments": "{}", "call_id": "c1"},
+        {"type": "function_call_output", "call_id": "c1", "output": "a"},
+    ],
+}  # fmt: skip
+CHAT = {
+    "model": "m",
+    "messages": [{"role": "user", "content": TEXT}],
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
+AS_SENT: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+    "claude code": ("/v1/messages?beta=true", {**MESSAGE, "messages": TURNS}, CLAUDE_CODE),
+    "claude code, thinking": (
+        "/v1/messages?beta=true",
+        {**MESSAGE, "messages": TURNS, "max_tokens": 2_000, "thinking": {"type": "enabled", "budget_tokens": 1_024}},
+        CLAUDE_CODE,
+    ),
+    "codex": ("/v1/responses", RESPONSE, CODEX),
+    "codex, without a reasoning": ("/v1/responses", {**RESPONSE, "reasoning": None, "text": None, "service_tier": None}, CODEX),
+    "cline": ("/v1/chat/completions", {**CHAT, "temperature": 0}, {"http-referer": "https://cline.bot", "x-title": "Cline"}),
+    "continue": (
+        "/v1/chat/completions",
+        {**CHAT, "stop": None, "tools": None, "tool_choice": None, "top_p": None, "presence_penalty": None},
+        {"api-key": "none", "x-api-key": "none", "content-type": "text/plain"},
+    ),
+    "cursor": ("/v1/chat/completions", {**CHAT, "user": "google-oauth2|1", "tools": [tool("a")], "tool_choice": "auto"}, {}),
+    "open webui": ("/v1/chat/completions", CHAT, {"x-openwebui-user-name": "a", "x-openwebui-chat-id": "1", "origin": "http://h"}),
+    "zed": ("/v1/chat/completions", {**CHAT, "stop": [], "tools": [], "parallel_tool_calls": None, "reasoning_effort": None}, {}),
+    "copilot": ("/v1/chat/completions", {**CHAT, "intent": True, "snippy": {"enabled": False}, "thinking_budget": None}, {}),
+    "aiperf": ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 9, "ignore_eos": True}, {"x-correlation-id": "a"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("client", AS_SENT)
+def test_requests_as_the_fields_clients_send_them(urls: dict[str, str], client: str) -> None:
+    """Those that no library of ours sends: their bodies and headers, seen at a router."""
+    path, body, headers = AS_SENT[client]
+    reply = httpx.post(urls["pair"] + path, json=body, headers=headers, timeout=30)
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    last = {"/v1/messages": b"message_stop", "/v1/responses": b"response.completed"}.get(
+        path.partition("?")[0], b"[DONE]"
+    )
+    assert last in reply.content.rstrip().rpartition(b"\n\n")[2]
+    if path.startswith("/v1/messages"):
+        counted = {name: body[name] for name in ("model", "messages", "tools", "system")}
+        reply = httpx.post(urls["pair"] + "/v1/messages/count_tokens?beta=true", json=counted, headers=headers)
+        assert reply.json()["input_tokens"] > 10

@@ -90,6 +90,14 @@ async def test_only_models_that_an_engine_can_answer_now_are_listed(guarded: Sit
     assert (await ask(guarded.port, "/ready")).status == 200
 
 
+async def test_models_as_anthropics_clients_read_them(guarded: Site) -> None:
+    listed = (await ask(guarded.port, "/v1/models?limit=1000", anthropic_version="2023-06-01", **GOOD)).json
+    assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "m", "m")
+    (model,) = listed["data"]
+    assert (model["type"], model["display_name"], model["created_at"]) == ("model", "m", "2023-11-14T22:13:20+00:00")
+    assert (await ask(guarded.port, "/v1/models/m", anthropic_version="2023-06-01", **GOOD)).json == model
+
+
 @pytest.mark.parametrize("path", ["org/team/m", "org%2Fteam%2Fm", "org/team%2fm"])
 async def test_model_ids_with_slashes(guarded: Site, path: str) -> None:
     """Case peer-S27."""
@@ -299,6 +307,7 @@ async def test_a_websocket_is_refused_so_that_clients_go_on_by_http(guarded: Sit
         client.send(request(path, **WEBSOCKET))
         reply = await client.reply()
         assert (reply.status, reply.error["code"], reply.headers["upgrade"]) == (426, "no_websocket", "HTTP/1.1")
+        assert reply.json["error"]["type"] == "invalid_request_error"
         client.post(CHAT, PROMPT, **GOOD)  # on the same connection
         assert (await client.reply()).status == 200
 
