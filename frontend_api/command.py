@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--host", help="address to listen on (default: TANDEM_BIND, 127.0.0.1)")
     p.add_argument("--port", type=int, help="port to listen on (default: TANDEM_OPENAI_PORT, 8080)")
     p.add_argument("--processes", type=int, help="processes that share the port (default: TANDEM_ROUTERS, 1)")
-    p.add_argument("--no-auth", action="store_true", help="ask no API key of anybody")
+    p.add_argument("--no-auth", action="store_true", help="need no API key")
     p.add_argument(
         "--cors-origins",
         metavar="ORIGINS",

@@ -191,7 +191,7 @@ class Router:
             return None
         key = self._key(request)
         if key is None:
-            return Problem(401, "invalid_api_key", "Give a valid API key: Authorization: Bearer KEY.")
+            return Problem(401, "invalid_api_key", "Send a valid API key: Authorization: Bearer KEY.")
         if key.expires_at is not None and key.expires_at <= time():
             return Problem(401, "expired_api_key", "This API key has expired.")
         if key.scope is not Scope.INFERENCE:
@@ -238,7 +238,7 @@ class Router:
             return None
         key = self._key(request)
         if key is None or (key.expires_at is not None and key.expires_at <= time()):
-            return Problem(401, "invalid_api_key", "Give an API key with the scope manage.")
+            return Problem(401, "invalid_api_key", "Send an API key with the scope manage.")
         if key.scope is not Scope.MANAGE:
             return Problem(403, "wrong_scope", f"This key has the scope {key.scope}; manage is needed here.")
         return None
@@ -251,7 +251,7 @@ class Router:
         if not model:  # /tokenize may leave it out
             usable = [d for name, d in deployments.items() if self._may_use(name, key)]
             if len(usable) != 1:
-                raise InvalidInput("model: name the model", field="model")
+                raise InvalidInput("model: send the name of a model", field="model")
             return usable[0]
         deployment = deployments.get(model)
         return deployment if deployment is not None and self._may_use(model, key) else None

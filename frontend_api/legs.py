@@ -224,7 +224,7 @@ class AnswerLeg:
             exchange.account.reader = None
             exchange.advance(steps.Lost(failure.kind, failure.sent))
         elif failure.kind is Broken.SILENT:
-            self._break_off("The engine fell silent in the middle of the answer.")
+            self._break_off("The engine stopped sending in the middle of the answer.")
         else:
             self._break_off("The connection to the engine broke in the middle of the answer.")
 

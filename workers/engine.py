@@ -367,7 +367,7 @@ class EngineRun:
             return "It ended: a port was already in use."
         log = tail(self.folder, LAST_WORDS_BYTES).rpartition(STARTS_AGAIN)[2]
         said = cause("\n".join(lines(log.encode(), (self.assignment.secret,))))
-        return f"{ending(code)}: {said}" if said else f"{ending(code)}."
+        return f"{ending(code)}: “{said}”." if said else f"{ending(code)}."
 
 
 def _without_numbers(text: str) -> str:

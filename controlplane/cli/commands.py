@@ -191,7 +191,7 @@ def _rotate_key(client: Client, arguments: argparse.Namespace) -> int:
         _agree(arguments, "The old secret ends at once: its clients are refused until they have the new one.")
     key = client.call("POST", "keys", arguments.id, "rotate", body=body)
     until = key["old_secret_works_until"]
-    told = f"works until {until[:16].replace('T', ' ')} UTC" if until else "works no more"
+    told = f"works until {until[:16].replace('T', ' ')} UTC" if until else "has stopped working"
     print(f"The old secret {told}.", file=sys.stderr)
     _show_secret(key)
     return 0

@@ -40,7 +40,8 @@ class Choice(NamedTuple):
         if not (attempt := self.ended):
             return self.engine.reason
         how = cards.ending(attempt.exit_code)
-        ended = f"This attempt ended{f', {how}' if how and how not in attempt.reason else ''}. {attempt.reason}".strip()
+        told = bool(how) and how in attempt.reason
+        ended = attempt.reason if told else f"This attempt ended{f', {how}' if how else ''}. {attempt.reason}".strip()
         retry_at = self.engine.retry_at
         if retry_at is None or self.attempt != self.engine.engine.attempt:
             return ended

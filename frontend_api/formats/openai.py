@@ -142,7 +142,7 @@ def read_request(endpoint: Endpoint, body: bytes) -> Ask:
     if owned or fields.vllm_xargs is not None:
         _check_owned(fields)
     if not fields.model and endpoint.names_model:
-        raise InvalidInput("model: name the model", field="model")
+        raise InvalidInput("model: send the name of a model", field="model")
     salt = fields.cache_salt
     return Ask(
         fields.model or "",

@@ -270,7 +270,7 @@ def read_query(query: bytes) -> tuple[str, int]:
     fields = parse_qs(query.decode("latin-1"))
     limit = fields.get("limit", [str(USUAL_LIMIT)])[-1]
     if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:9]) <= 10_000:
-        raise InvalidInput("limit: give a whole number from 1 to 10000", field="limit")
+        raise InvalidInput("limit: send a whole number from 1 to 10000", field="limit")
     return fields.get("model", [""])[-1], int(limit)
 
 

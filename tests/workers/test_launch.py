@@ -251,7 +251,7 @@ def test_last_words_never_tell_the_secret(node: Node) -> None:
     node.build = scripted(text)  # type: ignore[assignment]
     node.want(assignment("d"))
     dead = node.until_phase("d", Phase.EXITED)
-    assert dead.detail == "Ended by itself with exit code 3: ValueError: boom [secret]"
+    assert dead.detail == "Ended by itself with exit code 3: “ValueError: boom [secret]”."
 
 
 def test_the_agents_own_lines_are_not_taken_for_an_engines_last_words(node: Node) -> None:

@@ -181,7 +181,7 @@ def test_keys_are_limited_listed_and_rotated(tandem: Tandem) -> None:
     assert rotated.out.strip() != made
     assert "works until 20" in rotated.err
     assert "active, two secrets" in next(x for x in tandem("keys", "list").out.splitlines() if x.startswith(key))
-    assert "works no more" in tandem("keys", "rotate", key, "--overlap", "0", "--yes").err
+    assert "has stopped working" in tandem("keys", "rotate", key, "--overlap", "0", "--yes").err
     listed = json.loads(tandem("keys", "list", "-o", "json").out)["items"]
     assert next(item for item in listed if item["id"] == key)["tokens_per_minute"] == 20_000
 
