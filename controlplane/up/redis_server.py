@@ -84,13 +84,24 @@ def _version(binary: str) -> tuple[int, ...] | None:
 
 
 def listen_addresses(bind: str, own: Iterable[str]) -> tuple[str, ...]:
-    """Loopback, and what remote agents need: the bound address, or for a wildcard every private address of the machine."""
-    more = [a for a in own if ipaddress.ip_address(a).is_private] if bind in ("0.0.0.0", "::") else [bind]
-    return ("127.0.0.1", *(a for a in dict.fromkeys(more) if not ipaddress.ip_address(a).is_loopback))
+    """Loopback, and what agents need: the bound address, or for a wildcard every private address of the machine."""
+    if bind == "::":
+        more = ["::1", *(a for a in own if _is_private(a))]
+    elif bind == "0.0.0.0":
+        more = [a for a in own if ":" not in a and _is_private(a)]
+    else:
+        more = [bind]
+    return tuple(dict.fromkeys(["127.0.0.1", *more]))
+
+
+def _is_private(address: str) -> bool:
+    ip = ipaddress.ip_address(address)
+    return ip.is_private and not ip.is_loopback and not ip.is_link_local
 
 
 def _own_addresses() -> list[str]:
-    return [a.address for many in psutil.net_if_addrs().values() for a in many if a.family is socket.AF_INET]
+    families = (socket.AF_INET, socket.AF_INET6)
+    return [a.address for many in psutil.net_if_addrs().values() for a in many if a.family in families]
 
 
 def _free(address: str, port: int) -> bool:
