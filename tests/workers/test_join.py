@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import stat
 import threading
 from collections.abc import Iterator
@@ -14,11 +15,14 @@ import msgspec
 import pytest
 import redis
 
+from controlplane.cli import prefixes
+from controlplane.cli.client import Client, Refused
 from controlplane.fleet import wire
 from controlplane.fleet.errors import Forbidden, InvalidInput
 from tests.conftest import free_port
 from tests.workers import test_redis_user
 from workers.join import NODE_FILE, Application, Identity, ask_control_plane, identify
+from workers.probe import EngineClient, Unanswered
 
 NOWHERE = "redis://node.x:pw@127.0.0.1:1/0"
 
@@ -64,6 +68,39 @@ def control_plane() -> Iterator[ControlPlane]:
 
 def join(folder: Path, url: str, token: str = "one-time") -> Identity:
     return identify(folder, name="x", control_plane=url, token=token, sleep=lambda _: None)
+
+
+@pytest.fixture(params=["", "localhost,127.0.0.0/8", "fd00::/8,[nonsense"])
+def proxy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """What listens where every proxy variable points; nobody may ever connect."""
+    with socket.create_server(("127.0.0.1", 0)) as trap:
+        trap.setblocking(False)
+        url = f"http://127.0.0.1:{trap.getsockname()[1]}"
+        for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+            monkeypatch.setenv(name, url)
+            monkeypatch.setenv(name.lower(), url)
+        monkeypatch.setenv("NO_PROXY", request.param)
+        monkeypatch.setenv("no_proxy", request.param)
+        yield trap
+        with pytest.raises(BlockingIOError):
+            trap.accept()
+
+
+@pytest.mark.usefixtures("proxy")
+def test_no_proxy_is_told_a_token_key_or_secret(
+    tmp_path: Path, control_plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert join(tmp_path, control_plane.url).redis_url == NOWHERE
+    control_plane.answers = [(404, {})]
+    for call in (
+        lambda: Client(control_plane.url, "tdm-key").call("POST", "join-tokens", body={}),
+        lambda: prefixes.Endpoint(control_plane.url, "tdm-key", "m").ask(1, "x"),
+        lambda: EngineClient(control_plane.url, "secret").complete("m", "x", max_tokens=1),
+    ):
+        asked = len(control_plane.asked)
+        with pytest.raises((Refused, Unanswered)):
+            call()
+        assert len(control_plane.asked) == asked + 1
 
 
 def test_a_token_gives_an_identity_that_is_kept(tmp_path: Path, control_plane: ControlPlane) -> None:
