@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from controlplane.fleet.errors import InvalidInput
+from controlplane.fleet.errors import InvalidInput, Problems
 
 
 class Limits(NamedTuple):
@@ -36,14 +36,17 @@ BOUNDS = {
 
 
 def changed(limits: Limits, changes: Mapping[str, int | None]) -> Limits:
-    """The limits with some of them set anew (None: unlimited; for the priority: 0). Raises `InvalidInput` naming the field."""
+    """The limits with some of them set anew (None: unlimited; for the priority: 0). Raises `InvalidInput` with every bad
+    field."""
+    found = Problems()
     for field, value in changes.items():
         low, high = BOUNDS[field]
         if value is not None and not low <= value <= high:
             without = "" if field == "priority" else ", or leave it empty for no limit"
-            raise InvalidInput(f"{field}: enter a whole number from {low} to {high}{without}", field=field)
-    found = {**limits._asdict(), **changes}
-    return Limits(**{**found, "priority": found["priority"] or 0})
+            found.add(f"enter a whole number from {low} to {high}{without}", field)
+    found.raise_any()
+    wanted = {**limits._asdict(), **changes}
+    return Limits(**{**wanted, "priority": wanted["priority"] or 0})
 
 
 def parse_limit(text: str, field: str, *, unlimited: str = "leave it empty") -> int | None:

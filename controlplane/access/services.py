@@ -20,7 +20,7 @@ from controlplane.access.limits import UNLIMITED, Limits, changed
 from controlplane.access.models import ApiKey, RetiredSecret
 from controlplane.access.once import Once
 from controlplane.access.roles import Actor, Role
-from controlplane.fleet.errors import Conflict, InvalidInput, NotFound
+from controlplane.fleet.errors import Conflict, InvalidInput, NotFound, Problems
 from controlplane.fleet.wire import Scope
 
 INFERENCE: Final = Scope.INFERENCE.value
@@ -58,18 +58,7 @@ def create_key(
     """
     actor.require(Role.ADMIN)
     name = name.strip()
-    if not 1 <= len(name) <= 100 or not name.isprintable():
-        raise InvalidInput("name: write 1 to 100 printable characters that say who uses the key", field="name")
-    if scope not in tuple(Scope):
-        raise InvalidInput("scope: choose inference (OpenAI endpoint) or manage (REST and CLI)", field="scope")
-    if scope == INFERENCE and role is not None:
-        raise InvalidInput("role: only manage keys have a role; leave it out or choose the scope manage", field="role")
-    if scope == MANAGE and models:
-        raise InvalidInput("models: only inference keys are limited to models; leave it out", field="models")
-    _check_models(models)
-    _check_expiry(expires_at)
-    changed(UNLIMITED, limits._asdict())
-    _check_limited(scope, limits)
+    limits = check_key(name=name, scope=scope, role=role, models=models, expires_at=expires_at, limits=limits)
     role = role or Role.VIEWER
     sent = Once(actor, "key.create", token, [name, scope, role, sorted(models), expires_at, limits])
     if sent.target:
@@ -92,6 +81,30 @@ def create_key(
     audit.record(actor=actor, action="key.create", target=key.id, name=name, scope=scope, expires_at=expiry, **shown)
     sent.made(key.id)
     return key, text
+
+
+def check_key(
+    *, name: str, scope: str, role: Role | None, models: Sequence[str], expires_at: datetime | None, limits: Limits
+) -> Limits:
+    """The limits as they are stored. Raises `InvalidInput` with everything that `create_key` would refuse."""
+    found = Problems()
+    if not 1 <= len(name) <= 100 or not name.isprintable():
+        found.add("write 1 to 100 printable characters that say who uses the key", "name")
+    if scope not in tuple(Scope):
+        found.add("choose inference (OpenAI endpoint) or manage (REST and CLI)", "scope")
+    if scope == INFERENCE and role is not None:
+        found.add("only manage keys have a role; leave it out or choose the scope manage", "role")
+    if scope == MANAGE and models:
+        found.add("only inference keys are limited to models; leave it out", "models")
+    with found.part():
+        _check_models(models)
+    with found.part():
+        _check_expiry(expires_at)
+    with found.part():
+        limits = changed(UNLIMITED, limits._asdict())
+        _check_limited(scope, limits)
+    found.raise_any()
+    return limits
 
 
 @transaction.atomic
@@ -126,19 +139,25 @@ def edit_key(*, actor: Actor, key_id: str, changes: Mapping[str, Any], seen: Map
     Raises `Forbidden`, `NotFound`, `Conflict` (a revoked key, or `seen`), or `InvalidInput` naming the field.
     """
     limits = {field: value for field, value in changes.items() if field in Limits._fields}
-    key = limit_key(actor=actor, key_id=key_id, changes=limits, seen=seen)
+    found = Problems()
+    with found.part():
+        limit_key(actor=actor, key_id=key_id, changes=limits, seen=seen)
+    key = _locked(key_id)
     told: dict[str, Any] = {}
     if "models" in changes:
         models = sorted(set(changes["models"]))
         if key.scope == MANAGE and models:
-            raise InvalidInput("models: only inference keys are limited to models; leave it out", field="models")
-        _check_models(models)
+            found.add("only inference keys are limited to models; leave it out", "models")
+        with found.part():
+            _check_models(models)
         if models != key.models_allowed:
             told["models"], key.models_allowed = [key.models_allowed, models], models
     if "expires_at" in changes and changes["expires_at"] != key.expires_at:
-        _check_expiry(changes["expires_at"])
+        with found.part():
+            _check_expiry(changes["expires_at"])
         told["expires_at"] = [at and at.isoformat() for at in (key.expires_at, changes["expires_at"])]
         key.expires_at = changes["expires_at"]
+    found.raise_any()
     if told:
         key.save(update_fields=["models_allowed", "expires_at"])
         audit.record(actor=actor, action="key.edit", target=key.id, name=key.name, **told)

@@ -16,14 +16,21 @@ def sent_again(request: HttpRequest) -> list[tuple[str, str]]:
 
 
 def ask(
-    request: HttpRequest, *, title: str, sentence: str, button: str, target: str = "", swap: str = "innerHTML"
+    request: HttpRequest,
+    *,
+    title: str,
+    sentence: str,
+    button: str,
+    cancel: str = "Cancel",
+    target: str = "",
+    swap: str = "innerHTML",
 ) -> HttpResponse:
     """A question before the change in this request: a dialog over the page, or without scripts a page of its own.
 
     A yes sends the same fields and `confirmed`. `target` and `swap`: where the answer to that goes on the page.
     """
     context = {
-        "title": title, "sentence": sentence, "button": button, "target": target, "swap": swap,
+        "title": title, "sentence": sentence, "button": button, "cancel": cancel, "target": target, "swap": swap,
         "back": kept.page_of(request), "fields": [*sent_again(request), ("confirmed", "1")],
     }  # fmt: skip
     if not is_htmx(request):

@@ -39,7 +39,8 @@ def page_of(request: HttpRequest) -> str:
 def of_request(request: HttpRequest) -> Kept | None:
     """What a form sent; None: nothing, or a password, which is never kept."""
     fields = [(n, str(value)) for n in request.POST if n not in _SILENT for value in request.POST.getlist(n)]
-    if not fields or any("password" in name for name, _ in fields):
+    route = request.resolver_match.url_name if request.resolver_match else None
+    if not fields or route in ("login", "logout", "password") or any("password" in name for name, _ in fields):
         return None
     return Kept(request.path, page_of(request), fields)
 

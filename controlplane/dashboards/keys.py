@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from django.contrib import messages
 from django.http import HttpRequest, HttpResponse
-from django.shortcuts import redirect, render
+from django.shortcuts import redirect
 from django.utils import timezone
 from django.views.decorators.http import require_GET, require_POST
 
@@ -23,9 +23,9 @@ from controlplane.dashboards.asking import ask, mistyped
 from controlplane.dashboards.clash import Clash, clash, seen, was_seen
 from controlplane.dashboards.connect import Connect, connect
 from controlplane.dashboards.looks import Look
-from controlplane.dashboards.page import is_htmx, page, signed_in
+from controlplane.dashboards.page import errors_of, is_htmx, page, problems_of, signed_in
 from controlplane.deployments import effects, queries
-from controlplane.fleet.errors import InvalidInput
+from controlplane.fleet.errors import InvalidInput, Problems, TandemError
 from controlplane.fleet.wire import Scope
 
 _UNITS = (("requests_per_minute", "requests/min"), ("tokens_per_minute", "tokens/min"), ("concurrency", "at a time"))
@@ -87,10 +87,24 @@ def _haystack(line: Line) -> str:
 @require_GET
 def keys(request: HttpRequest) -> HttpResponse:
     """All keys, revoked and expired ones too."""
-    context = {"title": "Keys", "roles": list(Role), "scopes": list(Scope), **_table(request.GET.get("q", ""))}
+    context = {"title": "Keys", **_new_form(), **_table(request.GET.get("q", ""))}
     if request.GET.get("part") == "live":
         return page(request, "keys/list.html", context, live="keys/table.html")
     return page(request, "keys/list.html", context)
+
+
+def _new_form(values: Mapping[str, str] | None = None, error: TandemError | None = None) -> dict[str, Any]:
+    """The form of a new key as it was sent, and what is wrong in it."""
+    problems = problems_of(error)
+    elsewhere = [p for p in problems if p.field not in ("name", "models", "expires_at", *Limits._fields)]
+    empty = dict.fromkeys(("name", "models", "expires", *Limits._fields), "")
+    return {
+        "roles": list(Role),
+        "values": {**empty, **(values or {})},
+        "errors": errors_of(error),
+        "problems": problems,
+        "elsewhere": elsewhere,
+    }
 
 
 @signed_in
@@ -120,7 +134,7 @@ def _detail(
         "sentence": _sentence(line),
         "connect": None if line.look.tone == "off" else _connect(request, row),
         "values": values,
-        "errors": {str(refused.field): _told(refused)} if refused else {},
+        "errors": errors_of(refused),
         "stops": effects.of_revocation(row),
         "confirm_error": confirm_error,
         "seen": {name: seen({field: row.editable[field] for field in fields}) for name, fields in _FORMS.items()},
@@ -155,48 +169,57 @@ def _sentence(line: Line) -> str:
     return f"May use {', '.join(line.limits)}."
 
 
-def _told(error: InvalidInput) -> str:
-    """Without the field's name in front: it stands at the field."""
-    return error.message.removeprefix(f"{error.field}: ")
-
-
-def _limits_of(form: Mapping[str, str]) -> dict[str, int | None]:
-    return {field: parse_limit(form[field].replace("−", "-"), field) for field in Limits._fields if field in form}
+def _limits_of(form: Mapping[str, str], found: Problems) -> dict[str, int | None]:
+    limits: dict[str, int | None] = {}
+    for field in Limits._fields:
+        if field in form:
+            with found.part():
+                limits[field] = parse_limit(form[field].replace("−", "-"), field)
+    return limits
 
 
 @signed_in
 @require_POST
 def create(request: HttpRequest) -> HttpResponse:
-    """A new key; its text stands in this answer and nowhere else. What is wrong is told beside the form."""
+    """A new key; its text stands in this answer and nowhere else. What is wrong is told at the fields of the form."""
     try:
         made, text = _create(request)
     except InvalidInput as error:
-        if not is_htmx(request):
-            raise
-        told = f"{_LABELS[error.field]}: {_told(error)}" if error.field in _LABELS else error.message
-        return render(request, "parts/note.html", {"message": told, "tone": "bad"}, status=error.status)
-    return _shown(request, "New key", made, text, _table() if is_htmx(request) else {})
+        context = {"title": "Keys", **_new_form(request.POST.dict(), error)}
+        if is_htmx(request):
+            return page(request, "keys/new.html", context, status=error.status)
+        return page(request, "keys/list.html", {**context, **_table()}, status=error.status)
+    answer = _shown(request, "New key", made, text, {**_new_form(), **_table()} if is_htmx(request) else {})
+    answer.headers["HX-Retarget"], answer.headers["HX-Reswap"] = "#created", "innerHTML"
+    return answer
 
 
 def _create(request: HttpRequest) -> tuple[ApiKey, str]:
     form = request.POST
-    scope, day = form.get("scope", ""), _day(form.get("expires", ""))
-    try:
-        role = Role[form.get("role", "viewer").upper()] if scope == Scope.MANAGE else None
-    except KeyError:
-        raise InvalidInput("role: choose viewer, operator or admin", field="role") from None
+    scope = form.get("scope", "")
     inference = scope == Scope.INFERENCE
-    limits = changed(UNLIMITED, _limits_of(form.dict())) if inference else UNLIMITED
-    return services.create_key(
-        actor=actor_of(request),
-        name=form.get("name", ""),
-        scope=scope,
-        role=role,
-        models=_names(form.get("models", "")) if inference else [],
-        expires_at=datetime.combine(day, time.max, UTC) if day else None,
-        limits=limits,
-        token=form.get("once", ""),
-    )
+    found = Problems()
+    day, role = None, None
+    with found.part():
+        day = _day(form.get("expires", ""))
+    if scope == Scope.MANAGE:
+        try:
+            role = Role[form.get("role", "viewer").upper()]
+        except KeyError:
+            found.add("choose viewer, operator or admin", "role")
+    limits = _limits_of(form.dict(), found) if inference else {}
+    wanted: dict[str, Any] = {
+        "name": form.get("name", "").strip(),
+        "scope": scope,
+        "role": role,
+        "models": _names(form.get("models", "")) if inference else [],
+        "expires_at": datetime.combine(day, time.max, UTC) if day else None,
+        "limits": Limits(**limits),  # type: ignore[arg-type]  # an empty priority is the usual one
+    }
+    with found.part():
+        services.check_key(**wanted)
+    found.raise_any()
+    return services.create_key(actor=actor_of(request), token=form.get("once", ""), **wanted)
 
 
 def _connect(request: HttpRequest, key: ApiKey) -> Connect | None:
@@ -253,8 +276,12 @@ def _names(text: str) -> list[str]:
 def limit(request: HttpRequest, key: str) -> HttpResponse:
     """Set a key's limits; an empty field takes a limit away."""
     form, row = request.POST.dict(), services.get_key(key)
+    found = Problems()
     try:
-        limits = changed(row.limits, _limits_of(form))._asdict()
+        limits = _limits_of(form, found)
+        with found.part():
+            limits = dict(changed(row.limits, limits)._asdict())
+        found.raise_any()
         if clashed := _change(request, row, "limits", limits):
             return clashed
     except InvalidInput as error:

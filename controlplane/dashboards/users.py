@@ -67,7 +67,11 @@ def create(request: HttpRequest) -> HttpResponse:
 @require_POST
 def change(request: HttpRequest, user: str) -> HttpResponse:
     """Another role, or no more sign-in (`active` 0), or again (1)."""
-    role, active = request.POST.get("role"), request.POST.get("active")
+    role, active, seen = (request.POST.get(field) for field in ("role", "active", "seen"))
+    now = next((row.role.label for row in services.list_users() if row.user.get_username() == user), None)
+    if role and seen and now not in (None, seen, role) and "confirmed" not in request.POST:
+        said = f"Somebody changed the role of {user} meanwhile. Theirs, in use now: {now}. Yours: {role}."
+        return ask(request, title="Which role?", sentence=said, button="Keep mine", cancel="Take theirs")
     services.change_user(
         actor=actor_of(request),
         name=user,

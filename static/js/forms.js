@@ -64,7 +64,6 @@ document.addEventListener("htmx:finally:request", ({ detail: { ctx } }) => {
   const field = form.querySelector("[name=once]");
   if (!field || ctx.hx?.retarget === "#dialog") return;
   field.value = token();
-  if ("empties" in form.dataset) form.reset();
 });
 addEventListener("pageshow", () => { document.querySelectorAll("form[data-sending]").forEach(release); });
 

@@ -58,7 +58,7 @@ def test_a_form_that_was_sent_with_nothing_leads_to_the_page_it_stood_on(client:
 
 
 def test_a_password_is_never_kept(client: Client) -> None:
-    answer = client.post("/password/", {"old_password": "secret-1", "new_password": "secret-2"})
+    answer = client.post("/password/", {"old": "secret-1", "new": "secret-2", "again": "secret-2"})
     assert "secret-" not in answer.content.decode() + answer.headers.get("Location", "")
 
 

@@ -46,21 +46,27 @@ def test_a_key_is_made_with_limits_and_told_once(admin: Client) -> None:
     assert "key-text" not in text_of(admin.get("/keys/"))
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "says"),
-    [
-        ("requests_per_minute", "lots", "Requests a minute: enter a whole number, or leave it empty"),
-        ("tokens_per_minute", "0", "Tokens a minute: enter a whole number from 1"),
-        ("concurrency", "1.5", "Requests at a time: "),
-        ("priority", "11", "Priority: enter a whole number from -10 to 10"),
-        ("name", " ", "name: write 1 to 100"),
-    ],
-)
-def test_what_is_wrong_is_told_beside_the_form(admin: Client, field: str, value: str, says: str) -> None:
-    answer = admin.post("/keys/create/", {"name": "app", "scope": "inference", field: value}, headers=HTMX)
+@pytest.mark.parametrize("headers", [HTMX, {}])
+def test_everything_that_is_wrong_is_told_at_its_field_and_nothing_typed_is_lost(
+    admin: Client, headers: dict[str, str]
+) -> None:
+    wrong = {
+        "requests_per_minute": ("lots", "Enter a whole number, or leave it empty"),
+        "tokens_per_minute": ("0", "Enter a whole number from 1"),
+        "concurrency": ("1.5", "Enter a whole number"),
+        "priority": ("11", "Enter a whole number from -10 to 10"),
+        "expires": ("2001-01-01", "This time has passed"),
+        "name": ("x" * 101, "Write 1 to 100"),
+    }
+    form = {"scope": "inference", "models": "good-one"} | {field: text for field, (text, _) in wrong.items()}
+    answer = admin.post("/keys/create/", form, headers=headers)
+    page = text_of(answer)
     assert answer.status_code == 400
-    assert says in text_of(answer).replace("&#x27;", "'")
-    assert "HX-Retarget" not in answer.headers
+    assert "6 problems." in page
+    for field, (text, says) in wrong.items():
+        assert re.search(rf'name="{field}"[^>]*value="{text}"[^>]*aria-invalid="true" autofocus', page), field
+        assert says in page, field
+    assert 'value="good-one"' in page
     assert not ApiKey.objects.exists()
 
 
@@ -134,7 +140,7 @@ def test_models_and_the_day_of_its_end_are_edited_and_the_hour_stays(admin: Clie
     assert (key.models_allowed, key.expires_at) == (["org/other", "smollm2"], until)
     refused = admin.post(path, {"models": "x", "expires": "2001-01-01"})
     assert refused.status_code == 400
-    assert "this time has passed" in text_of(refused)
+    assert "This time has passed" in text_of(refused)
     assert 'value="2001-01-01"' in text_of(refused), "what was typed stays"
     assert admin.post(path, {"models": "", "expires": ""}).status_code == 302
     key.refresh_from_db()
