@@ -32,7 +32,7 @@ from controlplane.fleet.bounds import (
     shown_command,
 )
 
-FOREIGN_KEPT = 50
+FOREIGN_KEPT = 16
 """Foreign processes of one GPU that are told."""
 
 
@@ -111,7 +111,7 @@ class NodeFacts(Struct, frozen=True):
     memory_free_bytes: Count
     shm_bytes: Count
     disk_free_bytes: Count
-    gpus: Annotated[tuple[GpuFacts, ...], Meta(max_length=128)] = ()
+    gpus: Annotated[tuple[GpuFacts, ...], Meta(max_length=64)] = ()
     native_bf16: bool = False
     """The CPU multiplies bfloat16 in hardware; without it float32 is an order of magnitude faster."""
     interface: str = ""

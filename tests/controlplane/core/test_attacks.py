@@ -20,6 +20,7 @@ from controlplane.fleet import wire
 from controlplane.fleet.wire import NodeReport
 from controlplane.nodes import queries
 from tests.controlplane.core.scripted import GIB, Fleet, facts
+from tests.controlplane.pages.test_every_page import signed_in
 
 pytestmark = pytest.mark.django_db
 
@@ -129,6 +130,26 @@ def test_a_thousand_engines_in_one_report_cost_nothing_that_stays(fleet: Fleet) 
     fleet.step()
     assert queries.node_row("bad").node.report_error == ""
     assert fleet.status("on-bad") == "ready"
+
+
+def test_pages_stay_small_whatever_a_report_may_hold(fleet: Fleet) -> None:
+    """Each field at its bound, all at once."""
+    report = two_nodes(fleet)
+    engine, text = report["engines"][0], "x" * 3_000
+    pairs = [{"prefill": "p" * 128, "prefill_attempt": n, "ok": True, "detail": text} for n in range(400)]
+    engine |= {"detail": text, "command": [text] * 100, "pairs": pairs, "model_folder": "/" + "m" * 4_000}
+    card = {"uuid": "u" * 64, "name": text, "memory_bytes": 1 << 53, "memory_free_bytes": 0}
+    card["foreign"] = [{"pid": n, "name": "y" * 300, "memory_bytes": 1} for n in range(50)]
+    report["facts"] |= {"gpus": [card | {"index": n} for n in range(64)], "hostname": text, "driver": text}
+    report["sequence"] += 1
+    fleet.publisher.raw["bad"] = msgspec.json.encode(report)
+    fleet.step()
+    assert queries.node_row("bad").node.report_error == ""
+    client = signed_in("admin")
+    for page in ("/", "/deployments/", "/deployments/on-bad/", "/nodes/", "/nodes/bad/", "/deployments/on-bad/events/"):
+        answer = client.get(page)
+        assert answer.status_code == 200
+        assert len(answer.content) < 500_000, page
 
 
 VALUES = st.one_of(

@@ -124,6 +124,24 @@ def test_a_node_that_joins_anew_cuts_whoever_was_connected_as_it(real: RedisPubl
     real.forget_node("x")
 
 
+@pytest.mark.parametrize(
+    "members", [[], [b"x"], [b"\xff\xfe", b"a\x06\x16b\x06\x16../../tandem:snapshot"], [str(n) for n in range(5_000)]]
+)
+def test_whatever_a_node_makes_of_its_queues_keys_its_plan_is_stored(
+    real: RedisPublisher, client: redis.Redis, members: list[str | bytes]
+) -> None:
+    prefix = wire.node_prefix("n1")
+    for key in (wire.queue_name("n1"), "_kombu.binding." + wire.queue_name("n1")):
+        client.flushall()
+        if members:
+            client.sadd(prefix + key, *members)
+        else:
+            client.set(prefix + key, "x")
+        real.send_plan(NodePlan("n1", 3))
+        assert wire.decode(client.get(wire.plan_key("n1")), NodePlan) == NodePlan("n1", 3)
+        assert all(name.startswith(prefix) for name in client.scan_iter())
+
+
 def test_router_statuses_are_those_that_live(real: RedisPublisher, client: redis.Redis) -> None:
     client.set(wire.router_key("r1"), wire.encode(RouterStatus("r1", 3, {"e": 2})))
     client.set(wire.router_key("r2"), wire.encode(RouterStatus("r2", 4)), px=1)
