@@ -27,7 +27,7 @@ MODULES = (
     "limits.answers", "limits.reserve", "limits.use", "limits.windows",
     "observe.account",
     "routing.choice", "routing.costs", "routing.failures", "routing.gossip", "routing.loads", "routing.outcomes",
-    "routing.rates", "routing.reason", "routing.view", "routing.waiting",
+    "routing.rates", "routing.reader", "routing.reason", "routing.view", "routing.waiting",
     "tokens.kept", "tokens.lanes", "tokens.prompts", "tokens.segments", "tokens.store", "tokens.tokenizer",
 )  # fmt: skip
 """What runs for each request, each chunk and each event. No classes of msgspec are in them: it has to make those itself."""

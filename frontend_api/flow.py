@@ -20,7 +20,6 @@ its KV is still being read. Closing the generator, in whatever state, gives all 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from types import TracebackType
 
 from frontend_api.formats.openai import Problem, side_channel
 from frontend_api.http.upstream import Broken
@@ -30,6 +29,7 @@ from frontend_api.routing.costs import Need, fetched
 from frontend_api.routing.failures import BROKE_OFF, OVERLOAD, Failure
 from frontend_api.routing.loads import Loads
 from frontend_api.routing.outcomes import Outcomes
+from frontend_api.routing.reader import Reader
 from frontend_api.routing.reason import Reason
 from frontend_api.routing.view import Deployment, Engine, Health, carrying
 from frontend_api.steps import (
@@ -67,46 +67,6 @@ NOTHING = Need()
 """Of KV."""
 
 Flow = Generator[Step, Outcome, Verdict]
-
-
-class Reader:
-    """An engine that is to read a prompt: the load this is while its block lasts, and what its end teaches."""
-
-    __slots__ = ("_ahead", "_began_at", "_clock", "_engine", "_prompt", "_read", "load")
-
-    def __init__(self, engine: Engine, prompt: Prompt | None, clock: Callable[[], float], kv: int) -> None:
-        """`kv`: tokens of KV that it needs there."""
-        self._engine = engine
-        self._prompt = prompt
-        self._clock = clock
-        self._read = False
-        lacking = 0
-        if prompt is not None:
-            lacking = prompt.lacking(engine)
-            self._ahead = engine.queued + engine.others_queued + lacking
-            self._began_at = clock()
-            prompt.sent(engine, self._began_at)
-        self.load = carrying(engine, lacking, kv)
-
-    def __enter__(self) -> carrying:
-        return self.load.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.load.release()
-        if self._prompt is not None and not self._read:
-            self._prompt.failed(self._engine)
-
-    def read(self, *, learn: bool, announced: bool = False) -> None:
-        """The prompt is computed, or its answer is `announced`. `learn`: the time until now is the prompt's alone."""
-        self.load.computed()
-        self._read = True
-        if self._prompt is not None and not announced:
-            now = self._clock()
-            self._prompt.computed(self._engine, now)
-            if learn:
-                self._engine.read.learn(self._ahead, now - self._began_at, now)
 
 
 class Serving:
