@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
 import msgspec
 import redis
+from msgspec.structs import replace
 
 from controlplane.fleet import wire
 from controlplane.fleet.errors import Unavailable
+from controlplane.fleet.model import Observation, PairProof
 from controlplane.fleet.wire import NodePlan, NodeReport
+
+log = logging.getLogger(__name__)
 
 REPLY_SECONDS = 3.0
 
@@ -33,6 +38,8 @@ class RedisMailbox:
     def __init__(self, node: str, client: redis.Redis) -> None:
         self._node = node
         self._client = client
+        self._left_out = ""
+        """What was said of this last."""
 
     def read_plan(self) -> NodePlan | None:
         try:
@@ -48,9 +55,46 @@ class RedisMailbox:
 
     def write_report(self, report: NodeReport) -> None:
         try:
-            self._client.set(wire.report_key(self._node), wire.encode(report))
+            self._client.set(wire.report_key(self._node), self._readable(report))
         except redis.RedisError as error:
             raise Unavailable(unreachable(error)) from error
+
+    def _readable(self, report: NodeReport) -> bytes:
+        """The report as the control plane will read it. It refuses one that is out of bounds as a whole, and an engine may say
+        anything of itself: then what it said is left out, and not the node."""
+        data = wire.encode(report)
+        try:
+            wire.decode(data, NodeReport)
+        except msgspec.ValidationError as error:
+            if str(error) != self._left_out:
+                log.warning("What an engine says of itself cannot be reported: %s", error)
+            self._left_out = str(error)
+            return wire.encode(replace(report, engines=tuple(map(_sound, report.engines))))
+        return data
+
+
+def _sound(seen: Observation) -> Observation:
+    try:
+        return wire.decode(wire.encode(seen), Observation)
+    except msgspec.ValidationError:
+        return replace(
+            seen,
+            progress=None,
+            block_size=None,
+            kv_blocks=None,
+            max_model_len=None,
+            kv_ranks=1,
+            load=None,
+            pairs=tuple(filter(_is_sound, seen.pairs)),
+        )
+
+
+def _is_sound(proof: PairProof) -> bool:
+    try:
+        wire.decode(wire.encode(proof), PairProof)
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
 def unreachable(error: redis.RedisError) -> str:
