@@ -61,22 +61,33 @@ class Refused(jinja2.TemplateError):
 class Rendering(Context):
     """One rendering, and what it may still take."""
 
-    def allow(self, items: int, characters: int) -> None:
-        self.room = ROOM + ROOM_PER_CHARACTER * characters + ROOM_PER_ITEM * items
-        self.most = self.room
-        """Characters of the prompt."""
+    def allow(self, messages: list[dict[str, Any]], others: int) -> None:
+        """`others`: tools and documents."""
+        items = len(messages) + others
+        self._messages: list[dict[str, Any]] | None = messages
+        self.room = ROOM + ROOM_PER_ITEM * items
         self._seconds = SECONDS + SECONDS_PER_ITEM * items
-        self._began_at = thread_time()
+        self._began_at = 0.0
         self.until = perf_counter() + self._seconds
 
     def take(self, room: int) -> None:
         self.room -= room
         if self.room < 0:
+            self.want()
+
+    def want(self) -> None:
+        """The room is used up: what the conversation's characters give is reckoned only now, as few need it."""
+        messages, self._messages = self._messages, None
+        self.room += ROOM_PER_CHARACTER * sum(_long(message["content"]) for message in messages or ())
+        if self.room < 0:
             raise TooMuch
 
     def look(self) -> None:
-        """The time is over by the clock on the wall: raises unless it was spent elsewhere."""
-        left = self._seconds - (thread_time() - self._began_at)
+        """The time is over by the clock on the wall: raises unless it was spent elsewhere. The thread's own is asked for the first
+        time now, so the first time is forgiven."""
+        now = thread_time()
+        left = self._seconds - (now - self._began_at) if self._began_at else self._seconds
+        self._began_at = self._began_at or now
         if left <= 0:
             raise TooMuch
         self.until = perf_counter() + left
@@ -120,7 +131,9 @@ def _each(context: Rendering, items: Iterable[Any], room: int = 0) -> Iterator[A
     for item in items:
         if perf_counter() > context.until:
             context.look()
-        context.take(room)
+        context.room -= room
+        if context.room < 0:
+            context.want()
         yield item
 
 
@@ -132,15 +145,16 @@ def _spend(context: Rendering, room: int) -> None:
 
 
 @pass_context
-def _add(context: Rendering, items: list[Any]) -> Any:
-    size = 0
-    for item in items:
-        if type(item) is not str:
-            break
-        size += len(item)
-    else:
-        context.take(size)
-        return "".join(items)
+def _add(context: Rendering, items: list[Any], escapes: bool = False) -> Any:
+    """`escapes`: some texts may be marked as safe, and escape what they are added to."""
+    if not escapes:
+        try:
+            context.room -= sum(map(len, items))
+            if context.room < 0:
+                context.want()
+            return "".join(items)
+        except TypeError:  # not all are texts
+            pass
     total = items[0]
     for item in items[1:]:
         if isinstance(total, tuple):
@@ -150,6 +164,13 @@ def _add(context: Rendering, items: list[Any]) -> Any:
                 context.take(6 * len(one))  # it may be escaped
         total = total + item
     return total
+
+
+@pass_context
+def _added(context: Rendering, items: list[Any], escapes: bool = False) -> str:
+    """The same, to be written."""
+    total = _add(context, items, escapes)
+    return total if type(total) is str else context.text(total)
 
 
 @pass_context
@@ -207,15 +228,19 @@ def _to_json(
 
 _OWN = {
     "_each": _each, "_spend": _spend, "_add": _add, "_concat": _concat, "_weighed": _weighed, "_searched": _searched,
-    "_sliced": _sliced, "tojson": _to_json,
+    "_sliced": _sliced, "_added": _added, "_written": _written, "tojson": _to_json,
 }  # fmt: skip
 
 
 class _Metering(NodeTransformer):
     """Puts them there."""
 
-    def __init__(self, environment: jinja2.Environment) -> None:
+    def __init__(self, environment: jinja2.Environment, tree: nodes.Template) -> None:
         self._environment = environment
+        names = {node.name for node in tree.find_all(nodes.Filter)} | {
+            node.value for node in tree.find_all(nodes.Const)
+        }
+        self._escapes = not names.isdisjoint(("safe", "e", "escape"))
 
     def _through(self, name: str, node: nodes.Node, *arguments: int) -> nodes.Filter:
         """The node's value through one of our filters."""
@@ -240,6 +265,20 @@ class _Metering(NodeTransformer):
         node.iter = self._through("_each", node.iter, room)
         return node
 
+    def visit_Output(self, node: nodes.Output) -> nodes.Output:
+        self.generic_visit(node)
+        written: list[nodes.Expr] = []
+        for child in node.nodes:
+            if isinstance(child, nodes.Filter) and child.name == "_add":
+                child.name = "_added"
+            elif not isinstance(child, nodes.TemplateData | nodes.Const) and not (
+                isinstance(child, nodes.Filter) and child.name == "_concat"
+            ):
+                child = self._through("_written", child)
+            written.append(child)
+        node.nodes = written
+        return node
+
     def visit_Add(self, node: nodes.Add) -> nodes.Filter:
         items: list[nodes.Expr] = []
         left: nodes.Expr = node
@@ -248,7 +287,7 @@ class _Metering(NodeTransformer):
             left = left.left
         items.append(self.visit(left))
         listed = nodes.List(items[::-1]).set_environment(self._environment).set_lineno(node.lineno)
-        return self._through("_add", listed)
+        return self._through("_add", listed, self._escapes)
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
         self.generic_visit(node)
@@ -458,8 +497,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("*", "**", "%"))
 
     def __init__(self, extensions: list[type[jinja2.ext.Extension]], names: Mapping[str, Callable[..., Any]]) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False, finalize=None)
-        self.finalize = _written
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False)
         every, tests = self.filters, self.tests
         self.filters = {name: every[name] for name in _FILTERS_OF_NOTHING} | _OWN
         self.filters |= {name: _filter(name, whole=False) for name in _FILTERS_OF_ITEMS}
@@ -474,7 +512,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Raises `jinja2.TemplateError`, and one of `UNCOMPILED` for what is nested too deep."""
         if len(source) > SOURCE_CHARACTERS:
             raise Refused(f"it is longer than {SOURCE_CHARACTERS} characters")
-        return self.from_string(_Metering(self).visit(self.parse(source)))
+        tree = self.parse(source)
+        return self.from_string(_Metering(self, tree).visit(tree))
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Finds `message.role` without first failing to find an attribute of that name."""
@@ -539,20 +578,11 @@ def _dict(**values: Any) -> dict[str, Any]:
 def render(template: jinja2.Template, variables: dict[str, Any], messages: list[dict[str, Any]]) -> str:
     """The text of a prompt. Raises `TooMuch`, and whatever the template raises."""
     context = Rendering(template.environment, variables, template.name, template.blocks)
-    characters = 0
-    for message in messages:
-        content = message["content"]
-        characters += len(content) if type(content) is str else 64 if content is None else _long(content)
-    items = sum(len(variables.get(name) or ()) for name in ("messages", "tools", "documents"))
-    context.allow(items, characters)
-    parts, size = [], 0
-    for part in template.root_render_func(context):
-        parts.append(part)
-        size += len(part)
-        if size > context.most:
-            raise TooMuch
-    return "".join(parts)
+    context.allow(messages, len(variables.get("tools") or ()) + len(variables.get("documents") or ()))
+    return "".join(template.root_render_func(context))
 
 
-def _long(parts: Any) -> int:
-    return sum(len(part.get("text") or "") + 64 for part in parts)
+def _long(content: Any) -> int:
+    if isinstance(content, str):
+        return len(content)
+    return sum(len(part.get("text") or "") for part in content or ())
