@@ -62,6 +62,8 @@ MAX_STRIKES = 2
 """Engines, well until then, that one request may have reached and got no answer from: it may be the request that breaks them."""
 _ELSEWHERE_UNKNOWN = (Reason.STORED_RESPONSE, Reason.RELAYED)
 """Requests that may rightly be of something that is not there."""
+_OUT_ALREADY = frozenset(("connect", "connect-timeout", *(f"status-{status}" for status in OVERLOAD)))
+"""Failures that `Engine.health` deals with."""
 _UNREACHED = (Broken.CONNECT, Broken.CONNECT_TIMEOUT)
 NOTHING = Need()
 """Of KV."""
@@ -389,12 +391,10 @@ class Serving:
         if self.outcomes.troubles:
             self.outcomes.worked(engine, whole=whole)
         for failure in self.trace.tried:
-            overload = failure.what in ("status-429", "status-503")
-            if not (overload and (failure.prefill is None or failure.engine is not engine)):
-                self._blame(failure)
+            self._blame(failure)
 
     def _blame(self, failure: Failure) -> None:
-        if failure.what not in ("connect", "connect-timeout"):  # these are out already
+        if failure.what not in _OUT_ALREADY:
             self.outcomes.blame(failure, self.deployment, self.clock())
 
     def _taken(self, prefill: Engine, decode: Engine) -> None:
