@@ -457,7 +457,7 @@ async def test_who_waited_is_weighed_only_by_the_tokens_of_now(make_site: MakeSi
     site.publish(policy=kv)
     cache = site.cache
     tokens = cache.tokens = FixedTokens()
-    tokens.count = 7
+    tokens.count = 70
     body = {"model": "m", "messages": []}
     asked = [asyncio.create_task(ask(site.port, "/v1/chat/completions", body)) for _ in range(2)]
     await until(lambda: [many for _, many in site.router.waiting.counts()] == [1])
