@@ -56,43 +56,47 @@ def one_step(now: datetime, publisher: Publisher) -> bool:
     with _lease(holder, now) as lease:
         if lease is None:
             return False
-        nodes = list(Node.objects.all())
         try:
-            mail = publisher.read_reports([node.name for node in nodes])
-            routers = publisher.router_statuses()
-            stored_version = publisher.snapshot_version()
-        except Unavailable as error:
-            log.warning("step skipped: %s", error)
-            return False
-        heard: datetime | None = now
-        if lease.stepped_at is None or now - lease.stepped_at > timedelta(seconds=PAUSE):
-            lease.resumed_at, heard = now, lease.stepped_at
-        try:
-            gathered, decision, refusals = _think(lease, nodes, mail, routers, now=now, heard=heard)
-            fresh = snapshot.build(gathered.world.deployments.values(), decision.engines, gathered.keys)
-            newest = max([stored_version or 0, *(status.snapshot_version for status in routers)])
-            version, digest = _version(gathered.published, fresh, newest)
-            _mark_drains(decision, version)
-            with transaction.atomic():
-                _confirm(holder, lease, now)
-                changed_nodes = reports.record(nodes, mail.reports, heard=heard, now=now if heard == now else None)
-                Node.objects.bulk_update(refusals, ["report_error"])
-                node_events.tell_refusals(refusals)
-                apply(decision, gathered, now=now)
-                to_send = _renew_plans(decision, gathered, now)
-                if version != gathered.published.version:
-                    Published.objects.filter(pk=gathered.published.pk).update(version=version, digest=digest)
+            return _step(holder, lease, now, publisher)
         except _LeaseLost:
             return False
         except Exception:
             _publish_keys(publisher, now)
             raise
-        if version != stored_version:
-            _publish_snapshot(publisher, replace(fresh, version=version, made_at=now.timestamp()))
-        _send_plans(publisher, to_send, now)
-        _note_keys(routers)
-        _let_agents_in(publisher, nodes)
-        _push(publisher, _topics(decision, gathered, [*changed_nodes, *refusals]))
+
+
+def _step(holder: str, lease: Lease, now: datetime, publisher: Publisher) -> bool:
+    nodes = list(Node.objects.all())
+    try:
+        mail = publisher.read_reports([node.name for node in nodes])
+        routers = publisher.router_statuses()
+        stored_version = publisher.snapshot_version()
+    except Unavailable as error:
+        log.warning("step skipped: %s", error)
+        return False
+    heard: datetime | None = now
+    if lease.stepped_at is None or now - lease.stepped_at > timedelta(seconds=PAUSE):
+        lease.resumed_at, heard = now, lease.stepped_at
+    gathered, decision, refusals = _think(lease, nodes, mail, routers, now=now, heard=heard)
+    fresh = snapshot.build(gathered.world.deployments.values(), decision.engines, gathered.keys)
+    newest = max([stored_version or 0, *(status.snapshot_version for status in routers)])
+    version, digest = _version(gathered.published, fresh, newest)
+    _mark_drains(decision, version)
+    with transaction.atomic():
+        _confirm(holder, lease, now)
+        changed_nodes = reports.record(nodes, mail.reports, heard=heard, now=now if heard == now else None)
+        Node.objects.bulk_update(refusals, ["report_error"])
+        node_events.tell_refusals(refusals)
+        apply(decision, gathered, now=now)
+        to_send = _renew_plans(decision, gathered, now)
+        if version != gathered.published.version:
+            Published.objects.filter(pk=gathered.published.pk).update(version=version, digest=digest)
+    if version != stored_version:
+        _publish_snapshot(publisher, replace(fresh, version=version, made_at=now.timestamp()))
+    _send_plans(publisher, to_send, now)
+    _note_keys(routers)
+    _let_agents_in(publisher, nodes)
+    _push(publisher, _topics(decision, gathered, [*changed_nodes, *refusals]))
     return True
 
 

@@ -218,8 +218,11 @@ def test_a_report_that_a_step_fails_on_is_refused_and_the_others_go_on(
     assert queries.node_row("bad").node.report_error == "the control plane fails on it (ZeroDivisionError)"
 
 
-def test_a_revoked_key_leaves_the_snapshot_even_when_a_step_fails(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "part", ["loop.decide", "loop.apply", "publisher.read_reports", "publisher.router_statuses", "publisher.push_live"]
+)
+def test_a_revoked_key_leaves_the_snapshot_whatever_of_a_step_fails(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     two_nodes(fleet)
     key = access.create_key(actor=SYSTEM, name="k", scope="inference")[0]
@@ -230,12 +233,33 @@ def test_a_revoked_key_leaves_the_snapshot_even_when_a_step_fails(
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError
 
+    where, name = part.split(".")
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "decide", broken)
+        patch.setattr(loop if where == "loop" else fleet.publisher, name, broken)
         with pytest.raises(ZeroDivisionError):
             fleet.step()
-    assert fleet.snapshot.keys == ()
-    assert fleet.snapshot.version == before.version + 1
-    assert fleet.snapshot.deployments == before.deployments
+        assert fleet.snapshot.keys == ()
+        assert fleet.snapshot.version == before.version + 1
+        assert fleet.snapshot.deployments == before.deployments
     fleet.step()
     assert fleet.snapshot.version == before.version + 1
+
+
+STATUS = {"router": "r9", "snapshot_version": 1}
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        {"snapshot_version": 1 << 63},
+        {"keys_seen": {"k": 1e300}},
+        {"keys_seen": {"k": -1.0}},
+        {"in_flight": {"e": -1}},
+        {"started_at": 1e11},
+        {"faults": [{"engine": "e", "attempt": 1 << 40, "cause": "", "reason": "", "seconds": 1, "failures": 1}]},
+    ],
+)
+def test_what_a_router_says_is_bounded_too(status: dict[str, Any]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        wire.decode(msgspec.json.encode(STATUS | status), wire.RouterStatus)
+    assert wire.decode(msgspec.json.encode(STATUS), wire.RouterStatus).router == "r9"
