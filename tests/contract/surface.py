@@ -50,6 +50,14 @@ def check_tokenize(pair: EnginePair) -> None:
         assert usage["prompt_tokens"] == count, more
 
 
+def check_detokenize(pair: EnginePair) -> None:
+    text = pair.ok(pair.decode_url, CHAT, chat(pair, max_tokens=4))["choices"][0]["message"]["content"]
+    tokens = pair.ok(pair.decode_url, "/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"]
+    reply = pair.ok(pair.decode_url, "/detokenize", {"tokens": tokens})
+    assert reply.keys() == {"prompt"}
+    assert reply["prompt"].strip() == text.strip()
+
+
 def check_tokenize_forms(pair: EnginePair) -> None:
     def tokens(**body: object) -> list[int]:
         return pair.ok(pair.decode_url, "/tokenize", body)["tokens"]

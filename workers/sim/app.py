@@ -36,8 +36,8 @@ from workers.sim.http import (
     unless_gone,
 )
 from workers.sim.messages import Messages, count_tokens, in_anthropic_shape
-from workers.sim.model_tokens import chat_text, ids, strings
-from workers.sim.requests import Carried, CountRequest, Json, TokenizeRequest, parse
+from workers.sim.model_tokens import chat_text, ids, strings, text_of
+from workers.sim.requests import Carried, CountRequest, DetokenizeRequest, Json, TokenizeRequest, parse
 from workers.sim.responses import Responses
 from workers.sim.settings import VERSION, Settings
 from workers.sim.transfer import remote_of
@@ -97,6 +97,7 @@ class App:
             "/v1/messages": lambda exchange: self._generate(exchange, Messages.read),
             "/v1/messages/count_tokens": self._count_tokens,
             "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
             "/sim/reset_prefix_cache": self._reset_prefix_cache,
             "/sim/faults": self._set_faults,
         }
@@ -201,6 +202,11 @@ class App:
                 "token_strs": strings(text, self._settings, special=special) if request.return_token_strs else None,
             }
         )
+
+    async def _detokenize(self, exchange: Exchange) -> None:
+        request = parse(await exchange.body(), DetokenizeRequest)
+        self._check_model(request.model)
+        await exchange.json({"prompt": text_of(request.tokens, self._settings)})
 
     async def _count_tokens(self, exchange: Exchange) -> None:
         request = parse(await exchange.body(), CountRequest)

@@ -17,12 +17,17 @@ from tokenizers import Encoding, Tokenizer
 from workers.sim.http import ApiError, invalid
 from workers.sim.requests import Json
 from workers.sim.settings import Settings
-from workers.sim.text import VOCABULARY, content_text, encode, pieces, render_chat
+from workers.sim.text import VOCABULARY, content_text, decode, encode, pieces, render_chat
 
 
 def ids(text: str, settings: Settings, *, special: bool) -> list[int]:
     """The ids of a text; `special`: with the model's own tokens (as BOS) around it."""
     return _load(settings.tokenizer).encode(text, special).ids if settings.tokenizer else encode(text)
+
+
+def text_of(tokens: Sequence[int], settings: Settings) -> str:
+    """The text of ids; of those in the stand-in's own words, as far as it can be told."""
+    return _load(settings.tokenizer).decode(tokens) if settings.tokenizer else decode(tokens)
 
 
 def strings(text: str, settings: Settings, *, special: bool) -> list[str]:
@@ -67,6 +72,9 @@ class _Model:
 
     def encode(self, text: str, special: bool) -> Encoding:
         return self._tokenizer.encode(text, add_special_tokens=special)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
     def render(self, messages: Sequence[Json], tools: Sequence[Json] | None, *, generate: bool, resume: bool) -> str:
         if self._template is None:

@@ -133,6 +133,11 @@ class Carried(Struct):
     kv_transfer_params: Json | None = None
 
 
+class DetokenizeRequest(Struct, kw_only=True):
+    model: str | None = None
+    tokens: list[Natural]
+
+
 class TokenizeRequest(Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None

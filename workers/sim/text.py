@@ -51,6 +51,12 @@ def encode(text: str) -> list[int]:
     return [_piece_id(piece) for piece in _PIECE.findall(text)]
 
 
+def decode(tokens: Iterable[int]) -> str:
+    """The text of token ids, where one can be told from its id: an answer's words, and the marks of chats."""
+    return "".join(_TEXTS.get(token, "\N{REPLACEMENT CHARACTER}") for token in tokens)
+
+
+_TEXTS = {number: text for text, number in _SPECIAL.items()} | {number: " " + word for word, number in _WORD_ID.items()}
 FULL_STOP = _piece_id(".")
 
 
