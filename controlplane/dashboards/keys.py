@@ -25,7 +25,7 @@ from controlplane.dashboards.connect import Connect, connect
 from controlplane.dashboards.looks import Look
 from controlplane.dashboards.page import errors_of, is_htmx, page, problems_of, signed_in
 from controlplane.deployments import effects, queries
-from controlplane.fleet.errors import InvalidInput, Problems, TandemError
+from controlplane.fleet.errors import Conflict, InvalidInput, Problems, TandemError
 from controlplane.fleet.wire import Scope
 
 _UNITS = (("requests_per_minute", "requests/min"), ("tokens_per_minute", "tokens/min"), ("concurrency", "at a time"))
@@ -184,7 +184,7 @@ def create(request: HttpRequest) -> HttpResponse:
     """A new key; its text stands in this answer and nowhere else. What is wrong is told at the fields of the form."""
     try:
         made, text = _create(request)
-    except InvalidInput as error:
+    except (InvalidInput, Conflict) as error:
         context = {"title": "Keys", **_new_form(request.POST.dict(), error)}
         if is_htmx(request):
             return page(request, "keys/new.html", context, status=error.status)

@@ -11,9 +11,9 @@ from django.views.decorators.http import require_GET, require_POST
 
 from controlplane.access.actors import actor_of
 from controlplane.dashboards import cards, looks
-from controlplane.dashboards.asking import mistyped
+from controlplane.dashboards.asking import ask, mistyped
 from controlplane.dashboards.looks import Look
-from controlplane.dashboards.page import is_htmx, page, signed_in, whole_number
+from controlplane.dashboards.page import errors_of, is_htmx, page, signed_in, whole_number
 from controlplane.deployments import effects
 from controlplane.deployments import queries as deployments
 from controlplane.deployments.queries import EngineRow
@@ -130,16 +130,41 @@ def remove(request: HttpRequest, name: str) -> HttpResponse:
     return redirect("nodes")
 
 
+def _refused(request: HttpRequest, error: InvalidInput) -> HttpResponse:
+    """The form of a join command as it was sent, with what is wrong in it."""
+    context = {"title": "Nodes", "hours": TOKEN_HOURS, "values": request.POST, "errors": errors_of(error)}
+    if not is_htmx(request):
+        lines = [_line(row) for row in queries.node_rows()]
+        return page(request, "nodes/list.html", {**context, "lines": lines}, live="nodes/list_live.html", status=400)
+    answer = page(request, "nodes/join_form.html", context, status=error.status)
+    answer.headers["HX-Retarget"], answer.headers["HX-Reswap"] = "#join-form", "outerHTML"
+    return answer
+
+
 @signed_in
 @require_POST
 def join_token(request: HttpRequest) -> HttpResponse:
-    """A new one-time token inside the command that uses it. Shown in this answer and never again."""
-    hours = whole_number(request.POST.get("hours", "1"))
-    if hours is None:
-        raise InvalidInput("hours: write a whole number", field="hours")
-    name = request.POST.get("node", "").strip()
-    once = request.POST.get("once", "")
-    token = services.create_join_token(actor=actor_of(request), hours=hours, node=name, once=once)
+    """A new one-time token inside the command that uses it. Shown in this answer and never again. Whether another machine is to
+    take a node over is asked first."""
+    actor, sent = actor_of(request), request.POST
+    name = sent.get("node", "").strip()
+    if name in [row.node.name for row in queries.node_rows()] and "confirmed" not in sent:
+        said = f"Whoever joins with this command is {name}: the machine that is {name} now loses its access, and its engines start anew."
+        said = " ".join(filter(None, [said, effects.of_node_removal(name)]))
+        return ask(
+            request,
+            title=f"Let another machine take over {name}?",
+            sentence=said,
+            button="Make the command",
+            target="#join",
+        )
+    hours = whole_number(sent.get("hours", "1"))
+    try:
+        if hours is None:
+            raise InvalidInput("hours: enter a whole number", field="hours")
+        token = services.create_join_token(actor=actor, hours=hours, node=name, once=sent.get("once", ""))
+    except InvalidInput as error:
+        return _refused(request, error)
     at = join_address(host_of(request))
     context = {"title": "Add a node", "token": token, "at": at, "hours": hours, "name": name}
     template = "nodes/token.html" if is_htmx(request) else "nodes/token_page.html"

@@ -60,7 +60,8 @@ document.addEventListener("htmx:finally:request", ({ detail: { ctx } }) => {
   const form = ctx.request.form;
   if (!form || ctx.response?.headers.get("HX-Redirect")) return;
   release(form);
-  if (ctx.response?.status >= 400 || !ctx.response) return;
+  const status = ctx.response?.status ?? 0;
+  if (!status || (status >= 400 && status !== 409)) return;  // 409: what its token stands for is another thing
   const field = form.querySelector("[name=once]");
   if (!field || ctx.hx?.retarget === "#dialog") return;
   field.value = token();

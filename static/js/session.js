@@ -21,8 +21,9 @@ async function send(form) {
   const body = new URLSearchParams(new FormData(form));
   body.set("csrfmiddlewaretoken", csrf() || body.get("csrfmiddlewaretoken"));
   const answer = await fetch(form.action, { method: "POST", body, headers: AS_PART });
-  if (answer.status === 204) dialog.close("signed-in");
-  else fill(await answer.text());
+  if (answer.status !== 204) fill(await answer.text());
+  else if (body.get("username") !== dialog.dataset.user) location.reload();  // somebody else: what was typed is not theirs
+  else dialog.close("signed-in");
 }
 
 // Resolves to whether the reader has signed in.

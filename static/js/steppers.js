@@ -35,7 +35,9 @@ document.addEventListener("htmx:finally:request", (event) => {
   answered(event);
   const form = event.detail.ctx.sourceElement;
   const failed = !event.detail.ctx.response || event.detail.ctx.response.status >= 400;
-  if (form.matches?.("[data-pool-size]") && failed) form.closest("[data-topics]")?.dispatchEvent(new CustomEvent("refresh"));
+  if (!form.matches?.("[data-pool-size]") || !failed) return;
+  paint(form, Number(form.elements.seen.value));  // as the server last said
+  form.closest("[data-topics]")?.dispatchEvent(new CustomEvent("refresh"));
 });
 document.addEventListener("htmx:after:swap", () => {
   for (const [id, pool] of waiting) {

@@ -94,3 +94,22 @@ def test_a_role_that_somebody_else_changed_meanwhile_is_asked_about(world: dict[
     assert "Theirs, in use now: admin. Yours: operator." in asked.content.decode()
     assert client.post("/users/vera/change/", {**change, "confirmed": "1"}).status_code == 302
     assert [group.name for group in User.objects.get(username="vera").groups.all()] == ["operator"]
+
+
+@pytest.mark.parametrize("headers", [{"HX-Request": "true"}, {}])
+def test_a_join_command_tells_a_bad_name_at_its_field_and_asks_before_a_node_is_taken_over(
+    world: dict[str, str], headers: dict[str, str]
+) -> None:
+    client = signed_in("admin")
+    wrong = client.post("/join-token/", {"hours": "8", "node": "Not A Name", "once": "t"}, headers=headers)
+    page = wrong.content.decode()
+    assert wrong.status_code == 400
+    assert re.search(r'name="node"[^>]*value="Not A Name" aria-invalid="true" autofocus', page)
+    assert "Use 1 to 63 lower-case letters" in page
+    assert '<option value="8" selected>' in page
+    asked = client.post("/join-token/", {"hours": "1", "node": "spare", "once": "t"}, headers=headers)
+    assert "Let another machine take over spare?" in asked.content.decode()
+    assert not JoinToken.objects.exists()
+    yes = {"hours": "1", "node": "spare", "once": "t", "confirmed": "1"}
+    assert "tdj-" in client.post("/join-token/", yes, headers=headers).content.decode()
+    assert JoinToken.objects.get().node == "spare"

@@ -47,6 +47,6 @@ class Command(BaseCommand):
                 limits=changed(UNLIMITED, {field: parse_limit(options[field], field) for field in BOUNDS}),
             )
         except TandemError as error:
-            raise CommandError(error.message) from None
+            raise CommandError("\n".join(error.sentences)) from None
         self.stderr.write(f"Key {key.id} ({key.name}), shown this once:", self.style.NOTICE)
         self.stdout.write(text)
