@@ -43,9 +43,10 @@ def main() -> int:
     program.keep_files_private()
     settings = config.load()
     listening = bind(settings.bind, settings.web_port)
-    server = uvicorn.Server(uvicorn.Config("controlplane.asgi:application", **options(settings)))
+    served = uvicorn.Config("controlplane.asgi:application", **options(settings))
+    served.load()
     print(f"Dashboard: http://{bracketed(settings.bind)}:{settings.web_port}", flush=True)
-    server.run(sockets=[listening])
+    uvicorn.Server(served).run(sockets=[listening])
     return 0
 
 

@@ -150,9 +150,11 @@ def options(arguments: argparse.Namespace, settings: config.Config) -> Options:
         raise InvalidInput("--max-body-mb: choose 1 to 4096", field="max_body_mb")
     if not 5 <= arguments.limit_wait_ms <= 10_000:
         raise InvalidInput("--limit-wait-ms: choose 5 to 10000", field="limit_wait_ms")
+    if not 0 <= arguments.drain_seconds <= 86_400:
+        raise InvalidInput("--drain-seconds: choose 0 to 86400", field="drain_seconds")
     index_blocks = arguments.kv_index_blocks if arguments.kv_index_blocks is not None else settings.kv_index_blocks
-    if index_blocks < 1_000:
-        raise InvalidInput("--kv-index-blocks: choose 1000 or more", field="kv_index_blocks")
+    if not 1_000 <= index_blocks <= 1 << 40:
+        raise InvalidInput("--kv-index-blocks: choose 1000 or more, up to 2^40", field="kv_index_blocks")
     return Options(
         fleet=fleet,
         redis_url="" if fleet else settings.redis_url,
@@ -187,6 +189,8 @@ def _open_more_files() -> None:
 
 def bind(host: str, port: int) -> socket.socket:
     """The one listening socket. Raises `InvalidInput` with one clear sentence when it cannot be had."""
+    if not 0 <= port <= 65_535:  # the resolver would take the rest of a division
+        raise InvalidInput("--port: choose 1 to 65535, or 0 for any that is free", field="port")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
@@ -233,5 +237,5 @@ def main(argv: list[str] | None = None, *, compiled: bool = False) -> int:
         return 1
     address = sock.getsockname()
     as_what = f"{processes} process{'es' if processes > 1 else ''}{', compiled' if compiled else ''}"
-    print(f"Router: http://{host}:{address[1]}/v1 ({as_what})", flush=True)
+    print(f"Router: http://{addresses.bracketed(host)}:{address[1]}/v1 ({as_what})", flush=True)
     return Supervisor(chosen, sock, processes).run()

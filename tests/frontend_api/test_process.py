@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -493,6 +494,19 @@ def test_an_occupied_port_is_one_clear_sentence(tmp_path: Path) -> None:
         line = refused(tmp_path, "--no-auth", "--model", "m", "--aggregated", "http://x:1", port=port)
     assert f"Port {port}" in line
     assert "--port" in line
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "says"),
+    [
+        ("127.0.0.1", 99_999, "--port: choose 1 to 65535"),
+        ("127.0.0.1", -1, "--port: choose 1 to 65535"),
+        ("192.0.2.7", 0, "192.0.2.7 is no address of this machine: choose another with --host or TANDEM_BIND"),
+    ],
+)
+def test_an_address_that_cannot_be_listened_on_is_named(host: str, port: int, says: str) -> None:
+    with pytest.raises(InvalidInput, match=re.escape(says)):
+        bind(host, port)
 
 
 @pytest.mark.parametrize(

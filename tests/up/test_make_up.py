@@ -47,6 +47,9 @@ class MakeUp:
             "TANDEM_ENGINE_PORTS": f"{low}-{low + 4000}",
             "RUNTIME": "sim",
             "HF_TOKEN": "hf-hush",
+            # Nothing of this goes by a proxy; one that is asked refuses.
+            **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:1"),
+            "NO_PROXY": "localhost,127.0.0.0/8",
         }
         self.process: subprocess.Popen[bytes] | None = None
         self.output = folder / "out"

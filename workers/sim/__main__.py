@@ -77,6 +77,22 @@ def parse_arguments(argv: Sequence[str], api_key: str = "") -> Settings:
         given.max_model_len = max(1, min(defaults.max_model_len, given.kv_blocks * given.block_size))
     if given.tokenizer and not (Path(given.tokenizer) / "tokenizer.json").is_file():
         parser.error(f"--tokenizer {given.tokenizer}: there is no tokenizer.json")
+    if not given.host:
+        parser.error("--host must name one address: a stand-in never listens on all of them")
+    for name in ("port", "side_channel_port", "events_port", "replay_port"):
+        if not 0 <= getattr(given, name) <= 65_535:
+            parser.error(f"--{name.replace('_', '-')} must be from 0 to 65535")
+    for name in (
+        "itl_ms",
+        "lease_seconds",
+        "startup_seconds",
+        "prefill_tokens_per_second",
+        "transfer_bytes_per_second",
+    ):
+        if not 0 <= getattr(given, name) < 1e15:
+            parser.error(f"--{name.replace('_', '-')} must be a number of at least 0")
+    if given.kv_blocks > 1 << 31:
+        parser.error("--kv-blocks must be at most 2147483648")
     for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size", "kv_blocks"):
         if getattr(given, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")

@@ -62,6 +62,25 @@ def test_a_wrong_argument_is_a_sentence(arguments: list[str], says: str) -> None
     assert says in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--port", "99999"], "--port must be from 0 to 65535"),
+        (["--events-port", "-1"], "--events-port must be from 0 to 65535"),
+        (["--host", ""], "--host must name one address"),
+        (["--itl-ms", "nan"], "--itl-ms must be a number of at least 0"),
+        (["--startup-seconds", "-1"], "--startup-seconds must be a number of at least 0"),
+        (["--kv-blocks", "9" * 20], "--kv-blocks must be at most"),
+    ],
+)
+def test_a_number_that_makes_no_sense_is_named(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(arguments)
+    assert says in capsys.readouterr().err
+
+
 def test_the_default_length_fits_a_small_cache() -> None:
     assert parse_arguments(["--kv-blocks", "10", "--block-size", "16"]).max_model_len == 160
     assert parse_arguments([]).max_model_len == Settings().max_model_len
