@@ -23,6 +23,7 @@ from controlplane.deployments.decide import decide
 from controlplane.deployments.models import Lease, Published
 from controlplane.deployments.rows import SNAPSHOT, Gathered, gather, keys_of
 from controlplane.deployments.world import Decision
+from controlplane.fleet.bounds import MOST_GENERATIONS
 from controlplane.fleet.errors import Unavailable
 from controlplane.fleet.lifecycle import Event, State
 from controlplane.fleet.wire import FleetSnapshot, NodePlan, NodeReport, RouterStatus
@@ -185,7 +186,7 @@ def _renew_plans(decision: Decision, gathered: Gathered, now: datetime) -> list[
         engines = wanted.get(name, ())
         digest = plans.digest(name, engines)
         report = gathered.reports.get(name)
-        applied = report.plan_generation if report else 0
+        applied = report.plan_generation if report and report.plan_generation < MOST_GENERATIONS else 0
         if digest != node.plan_digest or applied > node.plan_generation:
             node.plan_generation = max(node.plan_generation, applied) + 1
             node.plan_digest, node.plan_sent_at = digest, None

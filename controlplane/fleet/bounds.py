@@ -15,6 +15,9 @@ from msgspec.structs import force_setattr
 
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 """Bytes, tokens, things: what 64-bit columns and a double hold exactly."""
+MOST_GENERATIONS = 1 << 53
+Generation = Annotated[int, Meta(ge=0, le=1 << 62)]
+"""Of a plan. One that a report names is followed up to `MOST_GENERATIONS`, so that there is always a higher one."""
 Whole = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 """What a 32-bit column holds: process ids, attempts."""
 ExitCode = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]

@@ -31,7 +31,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from controlplane.fleet.bounds import Count, Name, Seconds, ShortName, Whole, cut_sentences
+from controlplane.fleet.bounds import Count, Generation, Name, Seconds, ShortName, Whole, cut_sentences
 from controlplane.fleet.errors import InvalidInput
 from controlplane.fleet.model import EngineAssignment, NodeFacts, Observation, Role
 
@@ -148,7 +148,7 @@ class NodeReport(Struct, frozen=True):
     """Random id of this agent process, so that a restart is visible."""
     sequence: Count
     """Rises by one per report of one agent process."""
-    plan_generation: Count
+    plan_generation: Generation
     """Newest generation that has been taken in (0: none yet)."""
     facts: NodeFacts
     engines: Annotated[tuple[Observation, ...], Meta(max_length=1_000)] = ()

@@ -132,6 +132,22 @@ def test_a_thousand_engines_in_one_report_cost_nothing_that_stays(fleet: Fleet) 
     assert fleet.status("on-bad") == "ready"
 
 
+@pytest.mark.parametrize("claimed", [(1 << 53) - 1, 1 << 53, 1 << 62])
+def test_a_node_that_claimed_a_plan_of_the_far_future_recovers(fleet: Fleet, claimed: int) -> None:
+    report = two_nodes(fleet)
+    report["sequence"] += 1
+    fleet.publisher.raw["bad"] = put(report, "plan_generation", claimed)
+    fleet.step()
+    fleet.step()
+    del fleet.publisher.raw["bad"]
+    fleet.agents["bad"].restart()
+    fleet.agents["good"].facts = facts(memory=0)
+    fleet.deploy("more")
+    fleet.until(lambda: fleet.status("more") == "ready", 60)
+    assert queries.node_row("bad").node.report_error == ""
+    assert wire.decode(wire.encode(fleet.publisher.reports["bad"]), NodeReport) == fleet.publisher.reports["bad"]
+
+
 def test_pages_stay_small_whatever_a_report_may_hold(fleet: Fleet) -> None:
     """Each field at its bound, all at once."""
     report = two_nodes(fleet)
