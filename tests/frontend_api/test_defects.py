@@ -28,6 +28,7 @@ async def test_a_defect_is_answered_and_ends_nothing_else(alone: Site, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr("frontend_api.exchange.Exchange.relay", fail)
         reply = await ask(alone.port, CHAT, {**PROMPT, "stream": True})
-        assert events(reply.body)[-1]["error"]["code"] == "internal_error"
+        *_, told, done = events(reply.body)
+        assert (told["error"]["code"], done) == ("internal_error", "[DONE]")
     assert (await ask(alone.port, CHAT, PROMPT)).status == 200
     await alone.settled()
