@@ -51,12 +51,8 @@ def _findings(page: Page, where: str) -> list[str]:
     return [f"{page.url}, {where}: {finding}" for finding in found]
 
 
-def test_axe_finds_nothing_on_any_page(page: Page, paths: list[str]) -> None:
+def _looked_at(page: Page, paths: list[str]) -> list[str]:
     found = []
-    page.goto("/login/")
-    page.evaluate(AXE)
-    found += _findings(page, "nobody signed in")
-    sign_in(page, "admin")
     for path in paths:
         for theme, width in LOOKS:
             page.emulate_media(color_scheme=theme)
@@ -64,4 +60,19 @@ def test_axe_finds_nothing_on_any_page(page: Page, paths: list[str]) -> None:
             page.goto(path)
             page.evaluate(AXE)
             found += _findings(page, f"{theme}, {width} wide")
+    return found
+
+
+def test_axe_finds_nothing_while_there_is_nothing_yet(page: Page, web: Web) -> None:
+    sign_in(page, "operator")
+    assert _looked_at(page, ["/", "/deployments/", "/nodes/", "/keys/"]) == []
+
+
+def test_axe_finds_nothing_on_any_page(page: Page, paths: list[str]) -> None:
+    found = []
+    page.goto("/login/")
+    page.evaluate(AXE)
+    found += _findings(page, "nobody signed in")
+    sign_in(page, "admin")
+    found += _looked_at(page, paths)
     assert found == []
