@@ -49,7 +49,7 @@ def _line(row: NodeRow) -> Line:
 @require_GET
 def nodes(request: HttpRequest) -> HttpResponse:
     """Every machine, and how to add one."""
-    context = {"title": "Nodes", "lines": [_line(row) for row in queries.node_rows()], "hours": TOKEN_HOURS}
+    context = {"title": "Nodes", "lines": [_line(row) for row in queries.node_rows()], "choices": TOKEN_HOURS}
     return page(request, "nodes/list.html", context, live="nodes/list_live.html")
 
 
@@ -132,7 +132,7 @@ def remove(request: HttpRequest, name: str) -> HttpResponse:
 
 def _refused(request: HttpRequest, error: InvalidInput) -> HttpResponse:
     """The form of a join command as it was sent, with what is wrong in it."""
-    context = {"title": "Nodes", "hours": TOKEN_HOURS, "values": request.POST, "errors": errors_of(error)}
+    context = {"title": "Nodes", "choices": TOKEN_HOURS, "values": request.POST, "errors": errors_of(error)}
     if not is_htmx(request):
         lines = [_line(row) for row in queries.node_rows()]
         return page(request, "nodes/list.html", {**context, "lines": lines}, live="nodes/list_live.html", status=400)
@@ -167,6 +167,7 @@ def join_token(request: HttpRequest) -> HttpResponse:
         return _refused(request, error)
     at = join_address(host_of(request))
     context = {"title": "Add a node", "token": token, "at": at, "hours": hours, "name": name}
+    context |= {"part": is_htmx(request), "choices": TOKEN_HOURS}
     template = "nodes/token.html" if is_htmx(request) else "nodes/token_page.html"
     answer = page(request, template, context)
     answer.headers["Cache-Control"] = "no-store"

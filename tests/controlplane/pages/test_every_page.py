@@ -338,7 +338,7 @@ def test_a_controller_that_stands_still_is_told_on_every_page() -> None:
 def test_a_join_command_may_be_for_one_name_and_is_another_the_next_time() -> None:
     client = signed_in("admin")
     page = client.get("/nodes/").content.decode()
-    once = re.search(r'id="join-once"[^>]*><input[^>]*name="once" value="([^"]+)"', page)
+    once = re.search(r'id="join-form".*?name="once" value="([^"]+)"', page, re.DOTALL)
     assert once is not None
     sent = {"hours": "1", "node": "gpu-7", "once": once[1]}
     first, again = (client.post("/join-token/", sent, headers={"HX-Request": "true"}).content.decode() for _ in "ab")
@@ -346,7 +346,7 @@ def test_a_join_command_may_be_for_one_name_and_is_another_the_next_time() -> No
     assert token is not None
     assert token[1] in again, "a double click makes one token"
     assert JoinToken.objects.get().node == "gpu-7"
-    fresh = re.search(r'id="join-once" hx-swap-oob="true"[^>]*><input[^>]*value="([^"]+)"', first)
+    fresh = re.search(r'id="join-form" hx-swap-oob="true".*?name="once" value="([^"]+)"', first, re.DOTALL)
     assert fresh is not None
     other = client.post("/join-token/", {**sent, "once": fresh[1]}, headers={"HX-Request": "true"})
     assert token[1] not in other.content.decode()
