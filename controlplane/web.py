@@ -58,7 +58,7 @@ def bind(host: str, port: int) -> socket.socket:
         )
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
-            raise InvalidInput(f"TANDEM_BIND: {host} is no address of this machine", field="TANDEM_BIND") from None
+            raise InvalidInput(f"TANDEM_BIND: {host} is not an address of this machine", field="TANDEM_BIND") from None
         raise InvalidInput(
             f"TANDEM_WEB_PORT: port {port} of {host} cannot be used ({os.strerror(error.errno or 0)})",
             field="TANDEM_WEB_PORT",

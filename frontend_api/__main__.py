@@ -27,7 +27,7 @@ def main() -> int:
         if not used:
             raise
         made = compiled.folder(settings.cache_path())
-        print(f"frontend_api: {made} does not load: delete it and compile anew ({error}).", file=sys.stderr)
+        print(f"frontend_api: {made} does not load: delete it and compile again ({error}).", file=sys.stderr)
         if settings.compiled == "always":
             return 1
         os.execve(sys.executable, sys.orig_argv, {**os.environ, "TANDEM_COMPILED": "never"})  # noqa: S606

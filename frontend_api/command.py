@@ -201,7 +201,7 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
             raise InvalidInput(
-                f"{host} is no address of this machine: choose another with --host or TANDEM_BIND.", field="host"
+                f"{host} is not an address of this machine: choose another with --host or TANDEM_BIND.", field="host"
             ) from None
         if error.errno == errno.EACCES:
             raise InvalidInput(

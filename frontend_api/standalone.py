@@ -155,4 +155,4 @@ def check_url(url: str, where: str) -> None:
     except ValueError:
         fine = False
     if not fine or not url.isascii() or any(c.isspace() for c in url):
-        raise InvalidInput(f"{where}: {url!r} is no engine URL; write http://HOST:PORT", field="url")
+        raise InvalidInput(f"{where}: {url!r} is not the URL of an engine; write http://HOST:PORT", field="url")

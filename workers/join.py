@@ -174,7 +174,7 @@ def _await(
         sleep(TRY_EVERY_SECONDS)
     log.info("Joined %s as node %s.", url, identity.name)
     if identity.took_over:
-        log.warning("Another machine had this name; its access is taken away, and engines it ran are started anew.")
+        log.warning("Another machine had this name. Its access has ended, and its engines are started again.")
     return identity
 
 

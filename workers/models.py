@@ -43,7 +43,7 @@ def _local(folder: Path) -> Path:
             f"There is no folder {folder} on this node. Put the model there, or use package:NAME or hub:ORG/NAME."
         )
     if not (folder / "config.json").is_file():
-        raise ModelUnavailable(f"{folder} holds no config.json: it must be a model folder in the Hugging Face layout.")
+        raise ModelUnavailable(f"{folder} has no config.json: it must be a model folder in the Hugging Face layout.")
     return folder
 
 

@@ -76,7 +76,7 @@ class Join(_Strict):
     former_password = serializers.CharField(
         default="",
         max_length=200,
-        help_text="Of its Redis user of before, by which a node that joins again stays the same.",
+        help_text="The password that the node's Redis user has now: it shows that the same node joins again.",
     )
 
 
@@ -134,7 +134,7 @@ class UserChanges(_Strict):
     """Only what is sent is changed."""
 
     role = serializers.ChoiceField(ACCESS_ROLES, required=False)
-    active = serializers.BooleanField(required=False, help_text="False: may sign in no more.")
+    active = serializers.BooleanField(required=False, help_text="False: can no longer sign in.")
 
 
 class NewKey(_Strict):

@@ -185,7 +185,9 @@ class AttemptList(serializers.Serializer[Any]):
 
 class LogResource(serializers.Serializer[Any]):
     attempt = serializers.IntegerField()
-    current_attempt = serializers.IntegerField(help_text="Higher than `attempt`: the engine was started anew since.")
+    current_attempt = serializers.IntegerField(
+        help_text="Higher than `attempt`: the engine has been started again since."
+    )
     lines = serializers.ListField(child=serializers.CharField(trim_whitespace=False))
     times = serializers.ListField(
         child=serializers.FloatField(), help_text="When each line came, in seconds since 1970 by Redis's clock."
@@ -227,7 +229,7 @@ class JoinedResource(serializers.Serializer[Any]):
     redis_url = serializers.CharField(help_text="Holds the node's own password: keep it in a file of mode 0600.")
     address = serializers.CharField(help_text="On which its engines must listen.")
     took_over = serializers.BooleanField(
-        help_text="Another node had this name: its access is gone, and its engines are started anew."
+        help_text="Another node had this name: its access has ended, and its engines are started again."
     )
 
 
@@ -288,7 +290,7 @@ class KeyList(serializers.Serializer[Any]):
 class UserResource(serializers.Serializer[Any]):
     name = serializers.CharField(source="user.username")
     role = serializers.ChoiceField(ACCESS_ROLES, source="role.label")
-    active = serializers.BooleanField(source="user.is_active", help_text="False: may sign in no more.")
+    active = serializers.BooleanField(source="user.is_active", help_text="False: can no longer sign in.")
     one_time_password = serializers.BooleanField(
         source="must_choose", help_text="The password that was shown has not been replaced yet."
     )

@@ -47,7 +47,7 @@ def _documents(file: str) -> list[dict[str, Any]]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InvalidInput(f"{file} is not YAML: {' '.join(str(error).split())}", field="-f") from None
     if not documents:
-        raise InvalidInput(f"{file} holds no document", field="-f")
+        raise InvalidInput(f"{file} has no document in it", field="-f")
     for number, document in enumerate(documents, 1):
         if not isinstance(document, dict) or not isinstance(document.get("name"), str) or not document["name"]:
             raise InvalidInput(f"{file}, document {number}: name is missing; nothing was sent", field="name")
@@ -60,7 +60,7 @@ def _applied(name: str, answer: dict[str, Any]) -> list[str]:
         return [f"{name}: {would}created"]
     if not answer["changes"]:
         return [f"{name}: unchanged"]
-    engines = "; its engines start anew" if answer["needs_new_engines"] else ""
+    engines = "; its engines are replaced" if answer["needs_new_engines"] else ""
     changes = [f"  {c['field']}: {_short(c['old'])} -> {_short(c['new'])}" for c in answer["changes"]]
     stops = [f"  {answer['stops']}"] if answer["dry_run"] and answer["stops"] else []
     return [f"{name}: {would}changed{engines}", *changes, *stops]

@@ -149,7 +149,7 @@ def join_token(request: HttpRequest) -> HttpResponse:
     actor, sent = actor_of(request), request.POST
     name = sent.get("node", "").strip()
     if name in [row.node.name for row in queries.node_rows()] and "confirmed" not in sent:
-        said = f"Whoever joins with this command is {name}: the machine that is {name} now loses its access, and its engines start anew."
+        said = f"Whoever joins with this command is {name}: the machine that is {name} now loses its access, and its engines are started again."
         said = " ".join(filter(None, [said, effects.of_node_removal(name)]))
         return ask(
             request,

@@ -29,7 +29,7 @@ _POSTGRES_OPTIONS = {
 def visible(text: str) -> str:
     """The text, if it has neither control characters nor bytes that are no UTF-8 (which Python shows as surrogates)."""
     if _UNSEEN.search(text):
-        raise InvalidInput("it holds control characters, or bytes that are not UTF-8; write it anew")
+        raise InvalidInput("it has control characters, or bytes that are not UTF-8; write it again")
     return text
 
 
@@ -71,7 +71,7 @@ def redis_url(text: str) -> str:
             raise InvalidInput(f"it names no host; write a URL such as {example}")
         path, number = "", options.pop("db", "") or url.parts.path.strip("/") or "0"
     if not (number.isascii() and number.isdigit() and len(number) < 6):
-        raise _broken(example, "what follows the host is no database number")
+        raise _broken(example, "what follows the host is not a database number")
     if url.parts.scheme == "rediss":
         options.setdefault("ssl_cert_reqs", "required")  # Celery's client would else take any certificate
         if options["ssl_cert_reqs"] not in ("required", "optional", "none"):
@@ -167,7 +167,9 @@ def host_names(text: str) -> str:
     for one in filter(None, (part.strip() for part in text.split(","))):
         name = one if one == "*" else _host(one.removeprefix("."))
         if not name:
-            raise InvalidInput(f"{one!r} is no host name; write names like tandem.example.com, without scheme and port")
+            raise InvalidInput(
+                f"{one!r} is not a host name; write names like tandem.example.com, without scheme and port"
+            )
         names.append("." + name if one.startswith(".") else name)
     return ",".join(names)
 
@@ -180,7 +182,7 @@ def origins(text: str) -> str:
     for one in given:
         if not _ORIGIN.fullmatch(one):
             raise InvalidInput(
-                f"{one!r} is no origin; write *, none, or origins such as https://chat.example.com, with commas between them and no "
+                f"{one!r} is not an origin; write *, none, or origins such as https://chat.example.com, with commas between them and no "
                 "path"
             )
     return ",".join(given)
@@ -227,7 +229,7 @@ def _split(text: str, schemes: tuple[str, ...], example: str) -> _Url:
         return _Url(parts, credentials, "", port, unquote(written))
     host = _host(parts.hostname or "")
     if parts.hostname and not host:
-        raise _broken(example, "its host is no host name and no address")
+        raise _broken(example, "its host is neither a host name nor an address")
     if not host and "http" in schemes:
         raise InvalidInput(f"it names no host; write a URL such as {example}")
     return _Url(parts, credentials, host, port, "")

@@ -189,7 +189,7 @@ VARIABLES = (
     Variable(
         "KEEP_ENGINES",
         "keep_engines",
-        "1: engines go on when `make up` stops, and are adopted by the next.",
+        "1: engines keep running when `make up` stops, and the next one adopts them.",
         check=_switch,
     ),
     Variable(
@@ -231,9 +231,7 @@ VARIABLES = (
         True,
         check=addresses.key,
     ),
-    Variable(
-        "TANDEM_ENGINE_PORTS", "engine_ports", "Port range from which engines take theirs.", check=addresses.port_range
-    ),
+    Variable("TANDEM_ENGINE_PORTS", "engine_ports", "Ports for engines: LOW-HIGH.", check=addresses.port_range),
     Variable("TANDEM_ENGINE_CPUS", "engine_cpus", "Threads of one CPU engine; 0: chosen from the cores."),
     Variable(
         "HF_TOKEN",
@@ -302,7 +300,7 @@ def secret_file(path: str) -> str:
     except OSError as error:
         raise InvalidInput(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise InvalidInput(f"{path}: it holds no UTF-8 text") from None
+        raise InvalidInput(f"{path}: it is not UTF-8 text") from None
     if not text:
         raise InvalidInput(f"{path} is empty; write the value into it, or unset the variable")
     return text

@@ -52,7 +52,7 @@ def digest(files: Mapping[str, bytes]) -> str:
 def pack(files: Mapping[str, bytes]) -> bytes:
     """Raises `Unpackable` for files that no router would take."""
     if sum(map(len, files.values())) > MAX_BYTES or not all(map(belongs, files)):
-        raise Unpackable("these are no tokenizer's files, or too many bytes")
+        raise Unpackable("these are not the files of a tokenizer, or they have too many bytes")
     packed = zlib.compress(msgspec.msgpack.encode(dict(files)), 6)
     if len(packed) > MAX_PACKED_BYTES:
         raise Unpackable("too many bytes")

@@ -31,10 +31,12 @@ def checked(address: str) -> str:
         ip = ipaddress.ip_address(address)
     except ValueError:
         raise InvalidInput(
-            f"address: {address!r} is no IP address; write the node's private one", field="address"
+            f"address: {address!r} is not an IP address; enter the node's private address", field="address"
         ) from None
     if ip.is_unspecified or ip.is_multicast or ip.is_link_local or ip.is_reserved or ip in _METADATA:
-        raise InvalidInput(f"address: {ip} can be no node's; write the node's private address", field="address")
+        raise InvalidInput(
+            f"address: {ip} cannot be the address of a node; enter the node's private address", field="address"
+        )
     return str(ip)
 
 

@@ -136,7 +136,7 @@ def ports(config: Config, redis_addresses: Iterable[str] = ()) -> list[str]:
         elif reason == errno.EACCES:
             objections.append(f"Port {port} is for root alone; choose one above 1023: make up {variable}={port + 8000}")
         elif reason == errno.EADDRNOTAVAIL:
-            return [f"TANDEM_BIND: {address} is no address of this machine; `ip addr` lists those it has."]
+            return [f"TANDEM_BIND: {address} is not an address of this machine; `ip addr` lists those it has."]
         elif reason is not None:
             objections.append(f"Port {port} of {address} cannot be used: {errno.errorcode.get(reason, reason)}.")
     return objections

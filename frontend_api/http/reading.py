@@ -307,7 +307,7 @@ class RequestReader:
         else:
             self._break(505, "http_version", "Only HTTP/1.1 and HTTP/1.0 are spoken here.")
         if request.method == b"CONNECT":
-            self._break(501, "not_implemented", "This is no proxy.")
+            self._break(501, "not_implemented", "This is not a proxy.")
         self._read_framing(headers, request.http10)
         target = self._target if self._target.startswith(b"/") else _origin_form(self._target)
         request.path, _, request.query = target.partition(b"?")

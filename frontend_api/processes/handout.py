@@ -51,7 +51,7 @@ class Entrance:
                 self.over = True
                 return
             if not descriptors:
-                log.warning("A connection is lost: this process may open no more files.")
+                log.warning("A connection is lost: this process cannot open more files.")
                 self.ended()
             for descriptor in descriptors:
                 connection = socket.socket(fileno=descriptor)

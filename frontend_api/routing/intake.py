@@ -144,13 +144,13 @@ def tokenizer_key(key: str) -> str:
 
 def _unusable(spec: SnapshotEngine) -> str | None:
     if not _NAME.fullmatch(spec.id) or not _NAME.fullmatch(spec.name):
-        return "its id or name is no plain text of at most 200 characters"
+        return "its id or name is not plain text of at most 200 characters"
     if not 0 <= spec.attempt < 1 << 53:
-        return "its attempt is no number that can be"
+        return "its attempt is not a possible number"
     if not _SECRET.fullmatch(spec.secret):
         return "its secret has characters that no header may have"
     if not _is_address(spec.url, "http"):
-        return "its url is no http://HOST:PORT that an engine can have"
+        return "its url is not an http://HOST:PORT that an engine can have"
     return None
 
 
@@ -162,7 +162,7 @@ def _impossible(spec: SnapshotEngine) -> str | None:
         return f"ranks is not between 1 and {MOST_RANKS}"
     for name, address in (("events", spec.events), ("replay", spec.replay)):
         if address and not _is_address(address, "tcp", spec.ranks):
-            return f"{name} is no tcp://HOST:PORT that an engine can have"
+            return f"{name} is not a tcp://HOST:PORT that an engine can have"
     return None
 
 

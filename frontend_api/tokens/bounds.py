@@ -124,7 +124,7 @@ def _parts(value: Any, names: str) -> Iterator[Mapping[str, Any]]:
         if part is None:
             continue
         if not isinstance(part, dict):
-            raise Unbounded("one of its parts is no object")
+            raise Unbounded("one of its parts is not an object")
         if part.get("type") == "Sequence":
             inner = part.get(names)
             if not isinstance(inner, list):

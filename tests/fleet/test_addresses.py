@@ -239,7 +239,7 @@ def test_host_names(text: str, form: str) -> None:
 
 @pytest.mark.parametrize("text", ["https://a.example", "a:8000", "a b", "a/b", "*.example"])
 def test_what_is_no_host_name(text: str) -> None:
-    with pytest.raises(InvalidInput, match="is no host name"):
+    with pytest.raises(InvalidInput, match="is not a host name"):
         addresses.host_names(text)
 
 

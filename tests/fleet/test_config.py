@@ -93,7 +93,7 @@ def test_a_secret_may_be_a_file_and_the_variable_itself_wins(variable: config.Va
         ("folder", "Is a directory"),
         (b"", "is empty"),
         (b" \n", "is empty"),
-        (b"\xff\xfe", "no UTF-8 text"),
+        (b"\xff\xfe", "not UTF-8 text"),
         (b"hf_hush hush", "copy it again"),
     ],
 )

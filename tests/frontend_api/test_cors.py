@@ -135,7 +135,7 @@ async def test_a_name_that_somebody_made_mean_this_machine_opens_nothing(guarded
     "text", ["chat.example.com", "https://a.example/path", "https://a, *", "https://*.a", "", "null"]
 )
 def test_what_is_no_origin_is_said_at_the_start(text: str) -> None:
-    with pytest.raises(InvalidInput, match="is no origin; write"):
+    with pytest.raises(InvalidInput, match="is not an origin; write"):
         Origins(text)
 
 

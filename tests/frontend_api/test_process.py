@@ -501,7 +501,7 @@ def test_an_occupied_port_is_one_clear_sentence(tmp_path: Path) -> None:
     [
         ("127.0.0.1", 99_999, "--port: choose 1 to 65535"),
         ("127.0.0.1", -1, "--port: choose 1 to 65535"),
-        ("192.0.2.7", 0, "192.0.2.7 is no address of this machine: choose another with --host or TANDEM_BIND"),
+        ("192.0.2.7", 0, "192.0.2.7 is not an address of this machine: choose another with --host or TANDEM_BIND"),
     ],
 )
 def test_an_address_that_cannot_be_listened_on_is_named(host: str, port: int, says: str) -> None:

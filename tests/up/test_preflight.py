@@ -97,7 +97,7 @@ def test_another_tandem_is_recognised_by_its_health_answer(
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
-    assert "TANDEM_BIND: 192.0.2.7 is no address of this machine" in preflight.ports(Config(bind="192.0.2.7"))[0]
+    assert "TANDEM_BIND: 192.0.2.7 is not an address of this machine" in preflight.ports(Config(bind="192.0.2.7"))[0]
 
 
 def test_equal_ports_are_refused(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_all_of_them_bind_loopback_unless_told_otherwise(tmp_path: Path) -> None
         assert (listening.getsockname()[0], other.getsockname()[0]) == ("127.0.0.1", "::1")
         with pytest.raises(InvalidInput, match="TANDEM_WEB_PORT: port"):
             web.bind(*listening.getsockname())
-    with pytest.raises(InvalidInput, match=r"TANDEM_BIND: 192\.0\.2\.7 is no address"):
+    with pytest.raises(InvalidInput, match=r"TANDEM_BIND: 192\.0\.2\.7 is not an address"):
         web.bind("192.0.2.7", 0)
     _, argv = made(tmp_path, bind="10.0.0.5")
     assert argv["agent"][-1] == "http://10.0.0.5:8000"

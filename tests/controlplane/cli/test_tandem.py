@@ -38,7 +38,7 @@ def test_apply_creates_changes_and_leaves_alone(apply: Any) -> None:
     done = apply(document("one", decode=3), document("two"))
     assert done.out == "one: changed\n  pools.decode.replicas: 1 -> 3\ntwo: unchanged\n"
     done = apply(document("one", decode=3, max_model_len=512))
-    assert done.out == "one: changed; its engines start anew\n  max_model_len: null -> 512\n"
+    assert done.out == "one: changed; its engines are replaced\n  max_model_len: null -> 512\n"
 
 
 def test_a_dry_run_changes_nothing(apply: Any, tandem: Tandem) -> None:
