@@ -27,6 +27,7 @@ from frontend_api.formats.openai import (
 )
 from frontend_api.http.ask import Reply, ask
 from frontend_api.http.upstream import Broken, Upstreams
+from frontend_api.kv.room import work_done
 from frontend_api.routing.failures import BROKE_OFF, OVERLOAD, Failure, refuses
 from frontend_api.routing.outcomes import LONGEST_BLOCK, Outcomes, Trouble, computed_itself
 from frontend_api.routing.view import Engine
@@ -34,9 +35,10 @@ from frontend_api.routing.view import Engine
 log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 15.0
-"""For one leg. An engine that writes answers to others meanwhile is not called silent."""
+"""For one leg. An engine that works meanwhile, as its streams or its figures show, is not called silent."""
+METRICS_SECONDS = 1.0
 LOOK_SECONDS = 0.2
-AT_ONCE = 4
+AT_ONCE = 16
 FEW_WORDS = 8
 STREAM_TOKENS = 16
 TRIES = 4
@@ -134,8 +136,10 @@ class Prober:
 
     async def _pair(self, trouble: Trouble, prefill: Engine) -> Failure | None:
         decode, model = trouble.engine, trouble.deployment.served_name
+        began_at = monotonic()
         if (failure := await self._alone(decode, trouble)) is not None:
             return failure
+        waited = monotonic() - began_at > PROBE_SECONDS / 5
         block = decode.spec.block_size or prefill.spec.block_size or LONGEST_BLOCK
         words = block + block // 8 + 2
         # text completions do not tell what was computed
@@ -153,7 +157,8 @@ class Prober:
         if params is None:
             return Failure(prefill, "no-params")
         channel = side_channel(params)
-        reply = await self._post(decode, endpoint.path, body[:-1] + b',"kv_transfer_params":%b}' % params)
+        fetching = body[:-1] + b',"kv_transfer_params":%b}' % params
+        reply = await self._post(decode, endpoint.path, fetching, waits=waited)
         what = _what(reply, trouble)
         if what is None and isinstance(reply, Reply):
             usage = Usage()
@@ -165,21 +170,33 @@ class Prober:
 
     # ---- one leg
 
-    async def _post(self, engine: Engine, path: str, body: bytes) -> Reply | Broken:
-        """Raises `_Unsure` where what comes of it does not tell how the engine is."""
+    async def _post(self, engine: Engine, path: str, body: bytes, *, waits: bool = True) -> Reply | Broken:
+        """`waits`: it may have to wait for others there. Raises `_Unsure` where what comes of it does not tell how the engine is."""
         began_at = monotonic()
         pool = self._upstreams.pool(engine)
-        reply = await ask(pool, path.encode(), body, PROBE_SECONDS)
+        asking = asyncio.ensure_future(ask(pool, path.encode(), body, PROBE_SECONDS))
+        try:
+            answered, _ = await asyncio.wait((asking,), timeout=PROBE_SECONDS / 3)
+            before = await self._work_done(engine) if waits and not answered else None
+            reply = await asking
+        finally:
+            asking.cancel()
         if isinstance(reply, Reply):
             if reply.status in OVERLOAD:
                 raise _Unsure
         elif reply is Broken.SILENT:
-            if pool.heard_since(began_at):
-                raise _Unsure
+            if waits and (pool.heard_since(began_at) or before != await self._work_done(engine)):
+                raise _Unsure  # it has much to do
         elif reply in (Broken.CONNECT, Broken.CONNECT_TIMEOUT):
             engine.failed(monotonic(), hangs=reply is Broken.CONNECT_TIMEOUT, cause=reply.value)
             raise _Unsure  # it is out already, and let in again by who sees that it takes connections
         return reply
+
+    async def _work_done(self, engine: Engine) -> tuple[float, ...] | None:
+        """By the engine's own account; None: it gives none."""
+        pool = self._upstreams.pool(engine)
+        reply = await ask(pool, b"/metrics", b"", METRICS_SECONDS, method=b"GET", fresh=False)
+        return work_done(b"\n" + reply.body) if isinstance(reply, Reply) and reply.status == 200 else None
 
     def _prompt(self, words: int) -> str:
         return " ".join(self._chance.choices(_WORDS, k=words))

@@ -1,4 +1,4 @@
-"""A question of the router's own to an engine: one POST, and its whole reply. Not for clients' requests."""
+"""A question of the router's own to an engine: one request, and its whole reply. Not for clients' requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from frontend_api.http.upstream import Broken, Failure, Pool
 
-MAX_REPLY = 1 << 20
+MAX_REPLY = 4 << 20
 """Bytes."""
 
 
@@ -22,7 +22,8 @@ class _Asking:
     def __init__(self) -> None:
         self.done: asyncio.Future[Reply | Broken] = asyncio.get_running_loop().create_future()
         self._status = 0
-        self._body = b""
+        self._parts: list[bytes] = []
+        self._size = 0
 
     def sending(self) -> None:
         pass
@@ -31,12 +32,13 @@ class _Asking:
         self._status = status
 
     def body(self, data: bytes, last: bool, framed: bytes = b"") -> None:
-        self._body += data
-        if len(self._body) > MAX_REPLY:
+        self._parts.append(data)
+        self._size += len(data)
+        if self._size > MAX_REPLY:
             self._settle(Broken.PROTOCOL)
 
     def ended(self) -> None:
-        self._settle(Reply(self._status, self._body))
+        self._settle(Reply(self._status, b"".join(self._parts)))
 
     def failed(self, failure: Failure) -> None:
         self._settle(failure.kind)
@@ -49,10 +51,12 @@ class _Asking:
             self.done.set_result(result)
 
 
-async def ask(pool: Pool, target: bytes, body: bytes, seconds: float, *, fresh: bool = True) -> Reply | Broken:
+async def ask(
+    pool: Pool, target: bytes, body: bytes, seconds: float, *, method: bytes = b"POST", fresh: bool = True
+) -> Reply | Broken:
     """The engine's reply, of any status, or why there is none. `seconds`: the longest wait. `fresh`: on a new connection."""
     receiver = _Asking()
-    leg = pool.start(receiver, target, b"", body, fresh=fresh)
+    leg = pool.start(receiver, target, b"", body, method=method, fresh=fresh)
     try:
         async with asyncio.timeout(seconds):
             return await receiver.done

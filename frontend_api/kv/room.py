@@ -57,6 +57,12 @@ def read(page: bytes) -> Told | None:
     return Told(min(usages), preemptions, sizes.get(b"block_size") or None, sizes.get(b"num_gpu_blocks") or None)
 
 
+def work_done(page: bytes) -> tuple[float, ...]:
+    """What of a `/metrics` page changes while an engine works: tokens read and written, requests ended, KV in use."""
+    names = b"prompt_tokens_total", b"generation_tokens_total", b"request_success_total", b"kv_cache_usage_perc"
+    return tuple(sum(value for _, value in _series(page, name)) for name in names)
+
+
 def _series(page: bytes, name: bytes) -> Iterator[tuple[bytes, float]]:
     """Labels and value of each line of a metric."""
     begins = b"\nvllm:" + name

@@ -173,10 +173,13 @@ class Outcomes:
             self._question(Failure(engine, "silent", prefill), deployment, now)
         alone = self.troubles.get((None, engine))
         if alone is not None and alone.out and alone.probed_silent >= HUNG_PROBES:
-            pool = deployment.prefill if engine in deployment.prefill else deployment.answering
+            reads = engine in deployment.prefill
+            pool = deployment.prefill if reads else deployment.answering
             others = any(e.health in (Health.UP, Health.HALF_OPEN) for e in pool if e is not engine)
-            return others or engine in deployment.prefill
-        return prefill is not None and trouble is not None and trouble.out and trouble.probed_silent >= HUNG_PROBES
+            return others or (reads and deployment.falls_back)
+        if prefill is None or trouble is None or not trouble.out or trouble.probed_silent < HUNG_PROBES:
+            return False
+        return deployment.falls_back or len(deployment.decode) > 1
 
     # ---- probes
 

@@ -116,6 +116,8 @@ class ScriptedEngine:
 
     def __init__(self, answer: Answer = answer_well) -> None:
         self.answer = answer
+        self.figures: Callable[[], bytes] | None = None
+        """Its `/metrics`, if it has some."""
         self.heard: list[Heard] = []
         self.open: set[asyncio.StreamWriter] = set()
         self.aborted = 0
@@ -148,7 +150,7 @@ class ScriptedEngine:
                 raw = await reader.readexactly(int(headers.get("content-length", 0)))
                 heard = Heard(head[0].split()[1], headers, raw)
                 if heard.target == "/metrics":  # routers ask by themselves, beside the requests
-                    writer.write(unary({}, 404))
+                    writer.write(unary({}, 404) if self.figures is None else unary(self.figures()))
                     continue
                 self.heard.append(heard)
                 answering = asyncio.ensure_future(self.answer(heard, writer))

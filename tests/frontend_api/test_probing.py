@@ -309,3 +309,25 @@ async def test_a_client_pays_nothing_for_probes(make_site: MakeSite) -> None:
     assert (await ask(site.port, CHAT, PROMPT)).status == 200
     Prober(site.upstreams, site.router.outcomes).start_due(monotonic())
     assert len(site.engines["a0"].heard) == 1, "where nothing is wrong nobody is probed"
+
+
+@pytest.mark.parametrize("works", [False, True], ids=["hangs", "has much to do"])
+async def test_an_engine_whose_counters_rise_is_not_called_silent(
+    make_site: MakeSite, monkeypatch: pytest.MonkeyPatch, works: bool
+) -> None:
+    monkeypatch.setattr(probing, "PROBE_SECONDS", 0.3)
+    written = count(1)
+
+    async def busy(heard: Heard, writer: asyncio.StreamWriter) -> None:
+        await asyncio.Event().wait()
+
+    site = await make_site()
+    engine = await site.engine("e", Role.AGGREGATED, busy)
+    engine.figures = lambda: f'vllm:generation_tokens_total{{engine="0"}} {next(written) if works else 7}\n'.encode()
+    site.publish()
+    found = site.router.outcomes
+    (subject,) = site.view.engines()
+    trouble = found.doubt(Failure(subject, "silent"), site.view.deployments["m"], 0.0)
+    Prober(site.upstreams, found).start_due(monotonic())
+    await until(lambda: bool(engine.heard) and not trouble.probing)
+    assert trouble.out is not works
