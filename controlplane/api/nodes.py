@@ -31,14 +31,17 @@ class NodeDetail(ApiView):
         return Response(resources.NodeResource(queries.node_row(name)).data)
 
     @extend_schema(
-        operation_id="removeNode", parameters=[requests.DryRun], responses={200: resources.StopsResource, 204: None}
+        operation_id="removeNode",
+        parameters=[requests.DryRun, requests.Untrusted],
+        responses={200: resources.StopsResource, 204: None},
     )
     def delete(self, request: Request, name: str) -> Response:
         """Take the node's access away and forget it."""
         if self.dry_run():
             self.actor.require(Role.ADMIN)
             return would_stop(effects.of_node_removal(queries.node_row(name).node.name))
-        services.remove(actor=self.actor, name=name)
+        untrusted: bool = self.query(requests.Untrusted)["untrusted"]
+        services.remove(actor=self.actor, name=name, untrusted=untrusted)
         return Response(status=204)
 
 

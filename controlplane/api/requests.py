@@ -37,6 +37,12 @@ class DryRun(serializers.Serializer[Any]):
     dry_run = serializers.BooleanField(default=False, help_text="1: answer what would change, change nothing.")
 
 
+class Untrusted(serializers.Serializer[Any]):
+    untrusted = serializers.BooleanField(
+        default=False, help_text="1: also while it reports and runs engines; all that it stored goes too."
+    )
+
+
 class Page(serializers.Serializer[Any]):
     limit = serializers.IntegerField(default=50, min_value=1, max_value=500)
     before = serializers.IntegerField(

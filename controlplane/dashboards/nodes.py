@@ -125,7 +125,7 @@ def remove(request: HttpRequest, name: str) -> HttpResponse:
     """Forget the node and take its access away, after its name was typed."""
     if request.POST.get("name", "").strip() != name:
         return _detail(request, name, mistyped(name, "remove"))
-    services.remove(actor=actor_of(request), name=name)
+    services.remove(actor=actor_of(request), name=name, untrusted=request.POST.get("untrusted") == "1")
     messages.success(request, f"{name} is removed. Its access has ended.", extra_tags="link")
     return redirect("nodes")
 

@@ -148,22 +148,27 @@ def uncordon(*, actor: Actor, name: str) -> Node:
 
 
 @transaction.atomic
-def remove(*, actor: Actor, name: str) -> None:
+def remove(*, actor: Actor, name: str, untrusted: bool = False) -> None:
     """Take the node's access away and forget it. Engines of a node that is lost are placed anew.
 
-    Raises `Forbidden` (needs admin), `NotFound`, `Conflict` (it still reports and runs engines) or `Unavailable` (Redis).
+    `untrusted`: also one that still reports and runs engines, as nobody can be asked to stop its agent; everything that it
+    stored goes too, its logs included. Raises `Forbidden` (needs admin), `NotFound`, `Conflict` (it still reports and runs
+    engines) or `Unavailable` (Redis).
     """
     actor.require(Role.ADMIN)
     node = _locked(name)
     states = [state.value for state in HOLDS_NODE]
     running: int = node.engines.filter(state__in=states).count()
-    if running and presence(silent_seconds(node, timezone.now())) is Presence.REPORTING:
+    if running and not untrusted and presence(silent_seconds(node, timezone.now())) is Presence.REPORTING:
         raise Conflict(
             f"{name} runs {plural(running, 'engine')}: cordon it and scale them away, or stop its agent first"
         )
-    audit.record(actor=actor, action="node.remove", target=name, engines=running)
+    audit.record(actor=actor, action="node.remove", target=name, engines=running, untrusted=untrusted)
     node.delete()
-    publish.current().forget_node(name)
+    if untrusted:
+        publish.current().shut_out(name)
+    else:
+        publish.current().forget_node(name)
     transaction.on_commit(lambda: _changed(name), robust=True)
 
 

@@ -206,6 +206,21 @@ def test_a_node_that_reports_and_runs_engines_is_not_removed(fleet: Fleet) -> No
     assert fleet.publisher.plans == {}
 
 
+def test_an_untrusted_node_is_removed_while_it_reports_and_its_engines_start_elsewhere(fleet: Fleet) -> None:
+    fleet.join("a")
+    fleet.deploy_ready()
+    former = {assignment.secret for assignment in fleet.publisher.plans["a"].engines}
+    fleet.join("b")
+    fleet.step()
+    Node.objects.update(last_report_at=timezone.now())
+    services.remove(actor=SYSTEM, name="a", untrusted=True)
+    assert AuditEntry.objects.get(action="node.remove").detail["untrusted"] is True
+    assert "a" not in fleet.publisher.users
+    fleet.agents["a"].silent = True
+    fleet.until(lambda: {e.node.name for e in fleet.engines() if e.node} == {"b"} and fleet.status() == "ready", 90)
+    assert not former & {assignment.secret for assignment in fleet.publisher.plans["b"].engines}
+
+
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [
