@@ -27,6 +27,7 @@ from controlplane.fleet import program
 from controlplane.fleet.config import Config, load
 from controlplane.fleet.errors import Conflict, TandemError
 from controlplane.fleet.model import EngineAssignment, GpuFacts, NodeFacts, Ports, Runtime
+from controlplane.fleet.this_node import agents_folder
 from workers import command, hardware, models, runtimes, tokenizer_folder
 from workers.agent import Agent
 from workers.app import WakeWorker
@@ -57,8 +58,8 @@ def main() -> int:
         logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         for chatty in ("httpx", "httpcore", "kombu", "celery"):
             logging.getLogger(chatty).setLevel(logging.WARNING)
-        agents = config.made_home() / "agents"
-        name = choose_name(config.node_name, socket.gethostname(), agents)
+        agents = agents_folder(config.made_home())
+        name = choose_name(config.node_name, config.made_home(), hostname=socket.gethostname())
         folder = private_folder(agents / name)
         with lock(folder, name):
             stopping = catch_signals()

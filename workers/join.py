@@ -19,12 +19,12 @@ from msgspec import Struct
 from controlplane.fleet.addresses import web_url
 from controlplane.fleet.errors import Forbidden, InvalidInput
 from controlplane.fleet.outbound import proxy_for
+from controlplane.fleet.this_node import NODE_FILE
 from workers.mailbox import connect
 from workers.record import private_folder, write_private
 
 log = logging.getLogger(__name__)
 
-NODE_FILE = "node.json"
 TRY_EVERY_SECONDS = 2.0
 ASK_TIMEOUT_SECONDS = 10.0
 NAME_IN_USE_SECONDS = 16.0

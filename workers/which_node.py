@@ -1,5 +1,5 @@
-"""Which node this machine is: its identity lies in the state folder and outlives a change of host name. And whose engines an
-earlier identity left running here: no engine runs on with nobody to look after it.
+"""Which node this machine is, and whose engines an earlier identity left running here: no engine runs on with nobody to look
+after it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from controlplane.fleet.errors import Conflict, InvalidInput
-from controlplane.fleet.wire import checked_node_name, node_name_of_host
-from workers.join import NODE_FILE
+from controlplane.fleet.errors import Conflict
+from controlplane.fleet.this_node import this_node
+from controlplane.fleet.wire import node_name_of_host
 from workers.process import EngineProcess
 from workers.record import Records
 
@@ -23,32 +23,18 @@ PATIENCE_SECONDS = 15.0
 """For which another node's agent on this machine may take to start and adopt its engines."""
 
 
-def choose_name(configured: str, hostname: str, agents: Path) -> str:
-    """The name that is set, else that of the identity in the folder `agents`, else the host's.
-
-    Raises `InvalidInput` naming the variable, also where several identities leave it open.
-    """
-    try:
-        own = checked_node_name(configured or node_name_of_host(hostname))
-    except InvalidInput as error:
-        raise InvalidInput(f"TANDEM_NODE_NAME: {error.message.removeprefix('name: ')}", field="node_name") from None
-    stored = sorted(file.parent.name for file in agents.glob(f"*/{NODE_FILE}"))
-    if configured or own in stored or not stored:
-        return own
-    if len(stored) > 1:
-        raise InvalidInput(
-            f"TANDEM_NODE_NAME: {agents} holds the identities of {', '.join(stored)}, and none of this host, {own}: set the "
-            "name of the node that this is",
-            field="node_name",
+def choose_name(configured: str, home: Path, *, hostname: str) -> str:
+    """See `this_node`; says so where it is another than the host's. Raises `InvalidInput`."""
+    name, own = this_node(configured, home, hostname=hostname), node_name_of_host(hostname)
+    if not configured and name != own:
+        log.warning(
+            "This host is called %s now and goes on as node %s, as its state folder says. To make it a new node, end its engines "
+            "(stop its agent without KEEP_ENGINES), then set TANDEM_NODE_NAME=%s and join with a token.",
+            own,
+            name,
+            own,
         )
-    log.warning(
-        "This host is called %s now and goes on as node %s, as its state folder says. To make it a new node, end its engines "
-        "(stop its agent without KEEP_ENGINES), then set TANDEM_NODE_NAME=%s and join with a token.",
-        own,
-        stored[0],
-        own,
-    )
-    return stored[0]
+    return name
 
 
 def refuse_forsaken_engines(agents: Path, name: str, *, sleep: Callable[[float], None] = time.sleep) -> None:

@@ -6,14 +6,13 @@ for this machine's agent, and prints one line of JSON, `Prepared`. It is the onl
 
 from __future__ import annotations
 
-import platform
 import sys
 
 import msgspec
 from msgspec import Struct
 
 from controlplane.fleet import config, program
-from controlplane.fleet.wire import node_name_of_host
+from controlplane.fleet.this_node import this_node
 from controlplane.up.state import StateFolder
 
 
@@ -53,7 +52,7 @@ def prepare(state: StateFolder) -> Prepared:
         _, text = create_key(actor=SYSTEM, name="make up itself", scope="manage", role=Role.OPERATOR)
         state.write(state.manage_key, text)
     settings = config.load()
-    own_name = settings.node_name or node_name_of_host(platform.node())
+    own_name = this_node(settings.node_name, settings.home_path())
     state.write(state.join_token, create_join_token(actor=SYSTEM, hours=1, node=own_name))
     return Prepared(connection.display_name, pending, password, made)
 

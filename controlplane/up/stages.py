@@ -25,7 +25,7 @@ import redis
 from controlplane.fleet.addresses import reachable
 from controlplane.fleet.config import Config
 from controlplane.fleet.errors import Conflict, Unavailable
-from controlplane.fleet.wire import node_name_of_host
+from controlplane.fleet.this_node import this_node
 from controlplane.up import preflight, redis_server
 from controlplane.up.demo import NAME, QUESTION, Answer, Demo
 from controlplane.up.first_start import Prepared
@@ -118,7 +118,7 @@ class Up:
             state.write(files["TANDEM_SECRET_KEY"], config.secret_key)
         self.environment = environment(config, state, os.environ, files)
         self.programs = programs(
-            config, state, sys.executable, embedded, config.node_name or node_name_of_host(platform.node())
+            config, state, sys.executable, embedded, this_node(config.node_name, config.home_path())
         )
 
     def supervise(self) -> None:

@@ -19,9 +19,10 @@ from controlplane.cli import prefixes
 from controlplane.cli.client import Client, Refused
 from controlplane.fleet import wire
 from controlplane.fleet.errors import Forbidden, InvalidInput
+from controlplane.fleet.this_node import NODE_FILE
 from tests.conftest import free_port
 from tests.workers import test_redis_user
-from workers.join import NODE_FILE, Application, Identity, ask_control_plane, identify
+from workers.join import Application, Identity, ask_control_plane, identify
 from workers.probe import EngineClient, Unanswered
 
 NOWHERE = "redis://node.x:pw@127.0.0.1:1/0"

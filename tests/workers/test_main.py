@@ -16,6 +16,7 @@ import redis
 
 from controlplane.fleet import wire
 from controlplane.fleet.model import EngineAssignment, Observation, Phase, Role, Runtime
+from controlplane.fleet.this_node import NODE_FILE
 from controlplane.fleet.wire import NodePlan, NodeReport
 from tests.conftest import RedisServer
 from tests.workers import test_redis_user
@@ -23,7 +24,7 @@ from tests.workers.conftest import assignment, until
 from tests.workers.test_agent import running
 from workers.__main__ import offered
 from workers.app import make_app
-from workers.join import NODE_FILE, Identity
+from workers.join import Identity
 
 
 class Machine:

@@ -11,10 +11,19 @@ import pytest
 
 from controlplane.fleet.errors import Conflict, InvalidInput
 from controlplane.fleet.model import Phase, Role
+from controlplane.fleet.this_node import NODE_FILE
 from tests.workers.conftest import Node, assignment, until
 from tests.workers.test_agent import running, up
 from workers.record import Records
 from workers.which_node import choose_name, refuse_forsaken_engines
+
+
+def remember(home: Path, *names: str) -> None:
+    """Nodes that this state folder has been."""
+    (home / "agents").mkdir()
+    for name in names:
+        (home / "agents" / name).mkdir()
+        (home / "agents" / name / NODE_FILE).touch()
 
 
 @pytest.mark.parametrize(
@@ -32,26 +41,22 @@ from workers.which_node import choose_name, refuse_forsaken_engines
 def test_the_name_is_the_one_set_else_the_stored_one_else_the_hosts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, configured: str, hostname: str, stored: list[str], name: str
 ) -> None:
-    for one in stored:
-        (tmp_path / one).mkdir()
-        (tmp_path / one / "node.json").touch()
-    (tmp_path / "never-joined").mkdir()
+    remember(tmp_path, *stored)
+    (tmp_path / "agents" / "never-joined").mkdir()
     with caplog.at_level(logging.WARNING):
-        assert choose_name(configured, hostname, tmp_path) == name
+        assert choose_name(configured, tmp_path, hostname=hostname) == name
     renamed = not configured and stored == ["gpu-0"]
     assert ("goes on as node gpu-0, as its state folder says" in caplog.text) is renamed
 
 
 def test_several_identities_and_another_host_are_a_question(tmp_path: Path) -> None:
-    for one in ("gpu-0", "gpu-1"):
-        (tmp_path / one).mkdir()
-        (tmp_path / one / "node.json").touch()
+    remember(tmp_path, "gpu-0", "gpu-1")
     with pytest.raises(
         InvalidInput, match="the identities of gpu-0, gpu-1, and none of this host, gpu-2: set the name"
     ):
-        choose_name("", "gpu-2", tmp_path)
+        choose_name("", tmp_path, hostname="gpu-2")
     with pytest.raises(InvalidInput, match="TANDEM_NODE_NAME: use 1 to 63 lower-case letters"):
-        choose_name("Not This", "gpu-2", tmp_path)
+        choose_name("Not This", tmp_path, hostname="gpu-2")
 
 
 def test_engines_of_another_identity_are_named_and_left_alone(node: Node) -> None:
