@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from time import perf_counter, thread_time
 from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any, NoReturn
@@ -44,7 +44,8 @@ _MOST_NUMBER = 10_000
 _MOST_TEXT = 1_000
 """The same in characters, where an argument's length counts for each character of a text."""
 _MOST_BITS = 4_096
-_LONG_FORMAT = re.compile(r"[0-9]{4}|\*")
+_LONG_FORMAT = re.compile(r"[0-9]{3}|\*")
+_WIDTH = 100
 
 
 UNCOMPILED = (RecursionError, MemoryError, SyntaxError, OverflowError, ValueError)
@@ -92,11 +93,11 @@ class Rendering(Context):
             raise TooMuch
         self.until = perf_counter() + left
 
-    def weigh(self, value: Any) -> None:
-        """Take room for reading all of a value, as often as it holds a part."""
+    def weigh(self, value: Any, times: int = 1) -> None:
+        """Take room for reading all of a value, as often as it holds a part. `times`: that it is read."""
         kind = type(value)
         if kind is str:
-            self.take(len(value) >> 3)
+            self.take((len(value) >> 3) * times if times == 1 else len(value) * times)
             return
         if value is None or kind is int or kind is bool or isinstance(value, Undefined):
             return
@@ -104,16 +105,18 @@ class Rendering(Context):
         while waiting:
             value = waiting.pop()
             if isinstance(value, str):
-                self.take(len(value) + 1)
-            elif isinstance(value, list | tuple):
-                self.take(len(value) + 1)
+                self.take((len(value) + 1) * times)
+            elif isinstance(value, list | tuple | KeysView | ValuesView | ItemsView):
+                self.take((len(value) + 1) * times)
                 waiting.extend(value)
             elif isinstance(value, Mapping):
-                self.take(2 * len(value) + 1)
+                self.take((2 * len(value) + 1) * times)
                 waiting.extend(value)
                 waiting.extend(value.values())
+            elif isinstance(value, Namespace):  # its attributes are written with it
+                waiting.append(object.__getattribute__(value, "_Namespace__attrs"))
             else:
-                self.take(8)
+                self.take(8 * times)
             if perf_counter() > self.until:
                 self.look()
 
@@ -335,6 +338,11 @@ class _Metering(NodeTransformer):
         self.generic_visit(node)
         return node
 
+    def visit_Const(self, node: nodes.Const) -> nodes.Const:
+        if isinstance(node.value, int) and node.value.bit_length() > _MOST_BITS:
+            raise Refused("a number of thousands of digits is not followed")
+        return node
+
     def visit_Name(self, node: nodes.Name) -> nodes.Name:
         if node.name == "varargs":
             raise Refused("varargs are not followed")
@@ -380,7 +388,18 @@ _TESTS_OF_WHOLES = (
     "eq", "==", "equalto", "ne", "!=", "gt", ">", "greaterthan", "ge", ">=", "lt", "<", "lessthan", "le", "<=", "in", "lower",
     "upper",
 )  # fmt: skip
+_LONG_ARGUMENTS = ("replace", "join", "format")
+"""Filters whose arguments may be texts of any length; of the others they name attributes, tests and characters."""
 _PLAIN = ImmutableSandboxedEnvironment()
+
+
+def _format(context: Rendering, text: str, sign: str, values: Any) -> None:
+    """Take room for a text into which values are put, each as often as it has the sign."""
+    if _LONG_FORMAT.search(text):
+        raise TooMuch
+    count = text.count(sign)
+    context.take(len(text) + count * _WIDTH)
+    context.weigh(values, count if isinstance(values, Mapping) or sign == "{" else 1)
 
 
 def _check_arguments(context: Rendering, values: Iterable[Any]) -> None:
@@ -395,6 +414,8 @@ def _filter(name: str, whole: bool) -> Callable[..., Any]:
     def run(context: Rendering, value: Any, *args: Any, **kwargs: Any) -> Any:
         _check_arguments(context, args)
         _check_arguments(context, kwargs.values())
+        if name not in _LONG_ARGUMENTS:
+            _short((*args, *kwargs.values()))
         if not isinstance(value, str | list | tuple | Mapping | int | float | Undefined | None):
             value = list(_each(context, value)) if isinstance(value, Iterable) else value
         if whole:
@@ -420,11 +441,9 @@ def _foresee(context: Rendering, name: str, value: Any, args: tuple[Any, ...], k
     elif name == "indent":
         width = args[0] if args else kwargs.get("width", 4)
         context.take((len(width) if isinstance(width, str) else int(width)) * (str(value).count("\n") + 1))
-    elif name == "trim":
-        _short((*args, *kwargs.values()))
-    elif (name == "format" and _LONG_FORMAT.search(str(value))) or (
-        name == "sum" and (len(args) > 1 or "start" in kwargs)
-    ):
+    elif name == "format":
+        _format(context, str(value), "%", kwargs or args)
+    elif name == "sum" and (len(args) > 1 or "start" in kwargs):
         raise TooMuch
 
 
@@ -443,6 +462,8 @@ def _take_for(context: Rendering, result: Any) -> None:
         context.take(len(result))
     elif isinstance(result, list | tuple | dict):
         context.take(16 * len(result))
+    elif isinstance(result, int) and result.bit_length() > _MOST_BITS:
+        raise TooMuch
 
 
 def _test(name: str) -> Callable[..., Any]:
@@ -533,10 +554,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             if isinstance(one, tuple) and not (operator == "%" and isinstance(left, str)):
                 raise TooMuch
         if operator == "%" and isinstance(left, str):
-            if _LONG_FORMAT.search(left):
-                raise TooMuch
-            context.weigh(right)
-            context.take(len(left))
+            _format(context, left, "%", right)
         elif operator == "*":
             for one, other in ((left, right), (right, left)):
                 if isinstance(one, str | list) and isinstance(other, int):
@@ -557,7 +575,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             return super().call(context, __obj, *args, **kwargs)
         owner = getattr(__obj, "__self__", None)
         if kind is FunctionType and __obj.__name__ == "format":  # what the sandbox makes of it
-            _check_arguments(context, (*args, *(kwargs[name] for name in kwargs.keys() - _OF_JINJA)))
+            given = (*args, *(kwargs[name] for name in kwargs.keys() - _OF_JINJA))
+            _format(context, __obj.__wrapped__.__self__, "{", given)
         elif isinstance(owner, LoopContext):
             _check_arguments(context, args)
         elif isinstance(owner, jinja2.ext.Extension):

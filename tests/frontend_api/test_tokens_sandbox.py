@@ -256,6 +256,20 @@ HOSTILE = [
             "{{ ns.x.index(ns.x[0]) }}", "{{ raise_exception(ns.x | string) }}", "{{ loop.changed(ns.x) }}",
         )
     ),
+    *(
+        "{% set ns = namespace(x='ab' * 9999) %}{% set f = 'FORMAT' * 9999 %}{{ USE | length }}".replace("FORMAT", form).replace("USE", use)
+        for form, use in (
+            ("%(a)s", "(f % {'a': ns.x})"), ("%(a)s", "f | format(a=ns.x)"), ("{a}", "f.format(a=ns.x)"), ("{0}", "f.format(ns.x)"),
+        )
+    ),
+    NESTED.replace("USE", "{{ ns }}"),
+    NESTED.replace("USE", "{{ [ns] }}"),
+    NESTED.replace("USE", "{{ {'a': ns.x}.items() }}"),
+    NESTED.replace("USE", "{{ ns.x in {'a': ns.x}.values() | list }}"),
+    "{% set n = ('f' * 400000) | int(0, 16) %}{{ n // (n - 1) }}",
+    "{{ 0x" + "f" * 100_000 + " // 0x" + "e" * 50_000 + " }}",
+    "{{ [messages[0]] * 999 | map(attribute='a.' * 99999 + 'a') | list }}",
+    "{{ messages | map(attribute='a.' * 99999 + 'a') | list }}",
     "{{ '%99999999d' % 1 }}",
     "{{ '%*d' % (99999999, 1) }}",
     "{{ '%99999999d' | format(1) }}",
