@@ -195,9 +195,9 @@ def picture(row: DeploymentRow, nodes: Mapping[str, NodeRow]) -> Picture:
 def since(row: DeploymentRow) -> datetime:
     """Since when the deployment is what it is: the newest change of an engine's state or, unless all is well, of the intent.
 
-    Routing may change while all is well, and that makes nothing younger.
+    Routing may change while all is well, and that makes nothing younger; nor does one more attempt of an engine that fails.
     """
-    changes = [e.since for e in row.engines]
+    changes = [e.since if e.state is State.READY else e.failing_since or e.since for e in row.engines]
     if row.condition.status is not Status.READY or not changes:
         changes.append(row.deployment.updated_at)
     return max(changes)

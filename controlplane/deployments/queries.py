@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final, NamedTuple
 
-from django.db.models import Max, OuterRef, Q, QuerySet, Subquery
+from django.db.models import Case, F, Max, OuterRef, Q, QuerySet, Subquery, When
 
 from controlplane import publish
 from controlplane.access.roles import SYSTEM
@@ -42,6 +42,8 @@ class EngineRow:
     """When a failed engine is tried again; None: it has not failed."""
     last_failure: str
     """Why the attempt before ended, of an engine that is being tried again after failures."""
+    failing_since: datetime | None
+    """When the first of its failures in a row was; None: it has not failed."""
 
 
 class Transfers(NamedTuple):
@@ -159,7 +161,13 @@ def _rows(deployments: Sequence[Deployment]) -> list[DeploymentRow]:
     by_deployment: dict[int, list[Engine]] = {deployment.pk: [] for deployment in deployments}
     unstopped = Engine.objects.exclude(state=State.STOPPED).filter(deployment__in=deployments)
     ended = Attempt.objects.filter(engine=OuterRef("pk"), ended_at__isnull=False).order_by("-number")
-    unstopped = unstopped.annotate(last_failure=Subquery(ended.values("reason")[:1]))
+    first = F("attempt") - F("failures") + Case(When(state=State.FAILED, then=1), default=0)
+    in_a_row = ended.filter(number__gte=OuterRef("first_failure")).order_by("number")
+    unstopped = unstopped.annotate(
+        first_failure=first,
+        last_failure=Subquery(ended.values("reason")[:1]),
+        failing_since=Subquery(in_a_row.values("ended_at")[:1]),
+    )
     for engine in unstopped.select_related("deployment", "revision", "node").order_by("role", "index", "created_at"):
         by_deployment[engine.deployment_id].append(engine)
     return [_deployment_row(deployment, by_deployment[deployment.pk], routers) for deployment in deployments]
@@ -201,6 +209,7 @@ def _engine_row(engine: Engine, record: EngineRecord, routers: list[RouterStatus
         in_flight=sum(router.in_flight.get(engine.id, 0) for router in routers) if routers else None,
         retry_at=_retry_at(record) if record.state is State.FAILED else None,
         last_failure=(getattr(engine, "last_failure") or "") if record.failures else "",  # noqa: B009  (an annotation)
+        failing_since=getattr(engine, "failing_since") if record.failures else None,  # noqa: B009  (an annotation)
     )
 
 

@@ -441,6 +441,7 @@ def test_a_crash_loop_is_one_state_and_tells_how_often_it_failed(fleet: Fleet) -
         assert "decode-0 failed" in row.condition.sentence
         assert (decode.retry_at is not None) == (decode.state is State.FAILED)
         assert decode.last_failure == "no memory left"
+        assert decode.failing_since == Attempt.objects.get(engine=decode.engine, number=1).ended_at
         fleet.step()
     assert seen == {("failed", True), ("failed", False)}
     assert "decode-0 failed 3 times in a row." in queries.deployment_row("demo").condition.sentence
