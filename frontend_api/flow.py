@@ -61,7 +61,7 @@ probe that went well its prefill leg, this its decode leg, and a hand-over that 
 MAX_STRIKES = 2
 """Engines, well until then, that one request may have reached and got no answer from: it may be the request that breaks them."""
 _ELSEWHERE_UNKNOWN = (Reason.STORED_RESPONSE, Reason.RELAYED)
-"""Requests that may rightly be of something that is not there."""
+"""Their 404 may be of a response or a path that is not there."""
 _OUT_ALREADY = frozenset(("connect", "connect-timeout", *(f"status-{status}" for status in OVERLOAD)))
 """Failures that `Engine.health` deals with."""
 _UNREACHED = (Broken.CONNECT, Broken.CONNECT_TIMEOUT)

@@ -95,8 +95,8 @@ COUNTERS: dict[str, Metric] = {
     ),
     "leg_failures_total": Metric(
         ("deployment", "engine", "cause"),
-        "Requests to an engine that gave nothing, by cause; transfer-…: they had KV to fetch. What was then served by another "
-        "engine, or another way, counts too; what the request itself caused does not.",
+        "Requests to engines that failed, by cause (transfer-…: decode's request with KV to fetch), whether or not another engine "
+        "then answered. Mistakes of clients do not count.",
     ),
     "tokens_total": Metric(
         ("deployment", "kind"),
@@ -137,12 +137,12 @@ GAUGES: dict[str, Metric] = {
     ),
     "engine_failing": Metric(
         ("engine",),
-        "1: its requests or probes fail, though it takes connections: used where no other can serve.",
+        "1: requests or probes to it fail although it accepts connections; it is used only where no other engine can serve.",
         alike=True,
     ),
     "pair_failing": Metric(
         ("prefill", "decode"),
-        "1: requests or probes show that this pair's KV transfers fail: it gets none.",
+        "1: requests or probes show that KV transfers of this pair fail; it gets no requests.",
         alike=True,
     ),
     "engine_kv_room": Metric(

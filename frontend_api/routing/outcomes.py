@@ -250,7 +250,7 @@ class Outcomes:
         sentence = f"{trouble.deployment.name}: {trouble.failure.sentence(private=True)}"
         if sentence in self._news:
             self._news.remove(sentence)
-        self._news.append(f"{sentence} It is left out.")
+        self._news.append(f"{sentence} It gets no more of such requests until it works again.")
         if trouble.prefill is None:
             trouble.engine.judge(fails=True)
         else:

@@ -366,7 +366,7 @@ def test_people_hear_of_it_once_in_a_while() -> None:
     for _ in range(20):
         fleet.ask()
     (told,) = fleet.outcomes.news()
-    assert told.endswith("(side channel 10.0.0.1:5600). It is left out.")
+    assert told.endswith("(side channel 10.0.0.1:5600). It gets no more of such requests until it works again.")
     fleet.pairs.clear()
     fleet.probe(1.0)
     assert fleet.outcomes.news() == ["x: Decode engine d0 with KV of prefill engine p0 works again."]
