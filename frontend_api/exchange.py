@@ -31,7 +31,7 @@ from frontend_api.limits.use import Hold
 from frontend_api.observe import explain
 from frontend_api.observe.account import Account, Used
 from frontend_api.observe.decisions import Kept
-from frontend_api.routing.costs import ANSWER_TOKENS, Need
+from frontend_api.routing.costs import Need
 from frontend_api.routing.outcomes import DOUBT_SECONDS
 from frontend_api.routing.view import Deployment
 from frontend_api.routing.waiting import Place
@@ -201,7 +201,8 @@ class Exchange:
             return flow.NOTHING
         prompt, limit = self._prompt, self._ask.limit
         tokens = prompt.tokens if prompt is not None else len(self.request.body) // BYTES_PER_TOKEN
-        return Need(tokens, ANSWER_TOKENS if limit is None or limit > ANSWER_TOKENS else limit)
+        usual = self._deployment.answer_tokens
+        return Need(tokens, usual if limit is None or limit > usual else limit)
 
     def _look_up(self, cache: Cache | None, tokens: array[int] | None) -> Prompt | None:
         """What the engines have of it now; None: its tokens are not known, or not those of this tokenizer."""
@@ -492,6 +493,9 @@ class Exchange:
             result,
             used,
         )
+        serving = self._serving
+        if result is Result.OK and used.output and serving is not None and serving.at is not None:
+            serving.at.wrote(used.output)
         stages = account.stages()
         self.router.telemetry.record(record, stages)
         tokens = prompt.tokens if prompt is not None else None

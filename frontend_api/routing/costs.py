@@ -48,8 +48,6 @@ class Cost(NamedTuple):
     """Until enough KV is free there: an estimate; 0: there is enough, or nobody knows."""
 
 
-ANSWER_TOKENS = 256
-"""Tokens of KV that are expected to be needed for an answer, unless the request asks for fewer."""
 LARGEST_BLOCK = 1_024
 """Tokens."""
 NO_ROOM = 1e6
@@ -89,7 +87,7 @@ def waits_of(engines: Sequence[Engine], need: Need, prompt: Prompt | None, *, an
         size = engine.spec.block_size or USUAL_BLOCK_SIZE
         tokens = -(-need.at(engine, prompt, answers=answers) // size) * size
         short = tokens - engine.room
-        waits.append(ANSWER_TOKENS * engine.step.pace * (1 / (engine.load + 1) + short / tokens) if short > 0 else 0.0)
+        waits.append(engine.answer * engine.step.pace * (1 / (engine.load + 1) + short / tokens) if short > 0 else 0.0)
     return waits if any(waits) else ()
 
 

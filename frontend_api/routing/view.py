@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from itertools import count
-from math import inf
+from math import ceil, inf
 from time import monotonic
 from types import TracebackType
 from typing import Protocol
@@ -39,6 +39,10 @@ LEAST_STEPS = 8
 """Tokens of an answer."""
 ROOM_SECONDS = 5.0
 """After which what an engine told of its free KV is not known any more: neither that there is room nor that there is none."""
+USUAL_ANSWER = 256
+"""Tokens of an answer, while nothing is known of how long they are."""
+ANSWER_FADES = 0.05
+"""Part that one answer has in what is expected of the next."""
 UNKNOWN_ROOM = 1 << 60
 """KV tokens: more than any request needs."""
 
@@ -66,6 +70,7 @@ class Engine:
     """One engine process as this router sees it. (id, attempt, url) names it for ever."""
 
     __slots__ = (
+        "answer",
         "answers",
         "cell",
         "cells",
@@ -130,6 +135,8 @@ class Engine:
         """Hand-over of KV from prefill engines."""
         self.step = Rate(USUAL_STEP, LEAST_STEPS)
         """Writing one answer, token by token."""
+        self.answer = float(USUAL_ANSWER)
+        """Tokens that an answer there lately had."""
         self.seed = xxh3_64_intdigest(spec.id.encode())
         """What tells it from others in the hash of a session: the same in every router."""
         self.fingerprint = b""
@@ -164,6 +171,10 @@ class Engine:
         self.cells[self.cell + 2] = self.kv
         self.room_told_at = at
         self.room = free - self.kv - self.others_kv
+
+    def wrote(self, tokens: int) -> None:
+        """An answer of so many tokens."""
+        self.answer += ANSWER_FADES * (tokens - self.answer)
 
     def takes(self, tokens: int) -> None:
         """A request needs so many KV tokens there. Less than 0: it has ended."""
@@ -300,6 +311,7 @@ class Deployment:
 
     __slots__ = (
         "aggregated",
+        "answer_tokens",
         "broken_pairs",
         "decode",
         "name",
@@ -329,6 +341,8 @@ class Deployment:
         self.prefill = tuple(e for e in engines if e.spec.role is Role.PREFILL)
         self.decode = tuple(e for e in engines if e.spec.role is Role.DECODE)
         self.aggregated = tuple(e for e in engines if e.spec.role is Role.AGGREGATED)
+        self.answer_tokens = USUAL_ANSWER
+        """Expected of the next answer."""
 
     @property
     def answering(self) -> tuple[Engine, ...]:
@@ -347,6 +361,8 @@ class Deployment:
     def settle(self, now: float) -> None:
         """Once a second: what is known of an engine's rates ages, and is replaced by what its kind shows."""
         engines = (*self.prefill, *self.decode, *self.aggregated)
+        if answering := self.answering:
+            self.answer_tokens = ceil(sum(engine.answer for engine in answering) / len(answering))
         reads = [engine.read for engine in engines]
         steps = [engine.step for engine in engines]
         for pool in (self.prefill, self.decode, self.aggregated):

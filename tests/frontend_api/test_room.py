@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -16,12 +18,15 @@ from frontend_api.flow import Serving
 from frontend_api.http.upstream import Upstreams
 from frontend_api.kv.room import SELDOM_SECONDS, RoomReader, Told, read
 from frontend_api.routing.choice import Choice, choose, explain_costs
-from frontend_api.routing.costs import ANSWER_TOKENS, Need, costs_of, waits_of
+from frontend_api.routing.costs import Need, costs_of, waits_of
 from frontend_api.routing.loads import Loads, Table
 from frontend_api.routing.reason import Reason
-from frontend_api.routing.view import ROOM_SECONDS, Deployment, Engine, View, carrying
+from frontend_api.routing.view import ROOM_SECONDS, USUAL_ANSWER, Deployment, Engine, View, carrying
 from frontend_api.steps import Began, Decode, Ended, Prefill
 from frontend_api.trace import Trace
+from tests.frontend_api.client import PROMPT, Client
+from tests.frontend_api.conftest import MakeSite, until
+from tests.frontend_api.scripted import after
 from tests.frontend_api.test_flow import Clock, fleet, prefilled
 from tests.frontend_api.test_loads import Process
 from tests.frontend_api.test_routing import asked
@@ -145,6 +150,33 @@ def test_a_flow_takes_room_where_its_legs_are_and_gives_all_of_it_back() -> None
     assert (prefill.kv, decode.kv) == (0, 0)
 
 
+async def test_how_long_answers_are_is_learned_and_what_a_request_asks_for_bounds_it(make_site: MakeSite) -> None:
+    go_on = asyncio.Event()
+    site = await make_site()
+    scripted = await site.engine("a", Role.AGGREGATED, after(go_on))
+    site.publish()
+    deployment = site.view.deployments["m"]
+    (engine,) = deployment.aggregated
+    assert deployment.answer_tokens == USUAL_ANSWER
+    for _ in range(100):
+        engine.wrote(5_000)
+    site.router.sweep(monotonic())
+    usual = deployment.answer_tokens
+    assert 4_500 < usual <= 5_000
+    for limit, expected in ((None, usual), (10, 10), (100_000, usual)):
+        async with Client(site.port) as client:
+            heard = len(scripted.heard)
+            client.post("/v1/chat/completions", {**PROMPT, **({"max_tokens": limit} if limit else {})})
+            await until(lambda heard=heard: len(scripted.heard) > heard)
+            assert engine.kv == len(scripted.heard[-1].raw) // 4 + expected
+            go_on.set()
+            assert (await client.reply()).status == 200
+            go_on.clear()
+        await site.settled()
+        assert engine.kv == 0
+    assert engine.answer < usual - 100, "the scripted engine wrote three tokens each time"
+
+
 @pytest.fixture
 def table() -> Iterator[Table]:
     made = Table(2)
@@ -188,7 +220,7 @@ def test_hosts_tell_each_other_what_their_requests_took() -> None:
 
 FULL, EMPTY = 9_000, 96_000
 """KV tokens free of 100,000."""
-NEED = Need(30_000, ANSWER_TOKENS)
+NEED = Need(30_000, USUAL_ANSWER)
 WEIGHING = {
     "least load": (RoutingPolicy(), False, None),
     "least load, a session": (RoutingPolicy(), False, b"s"),
