@@ -16,11 +16,11 @@ warnings.filterwarnings("ignore", message="StreamingHttpResponse must consume sy
 _http = get_asgi_application()
 
 from controlplane.door import Door  # noqa: E402
-from controlplane.live import websocket_urls  # noqa: E402  (needs the app registry)
+from controlplane.live import SignedIn, websocket_urls  # noqa: E402  (needs the app registry)
 
 application = ProtocolTypeRouter(
     {
         "http": Door(_http),
-        "websocket": AllowedHostsOriginValidator(AuthMiddlewareStack(URLRouter(websocket_urls))),
+        "websocket": AuthMiddlewareStack(SignedIn(AllowedHostsOriginValidator(URLRouter(websocket_urls)))),
     }
 )

@@ -121,6 +121,11 @@ class Protocol(H11Protocol):
             self._late = None
 
     def handle_websocket_upgrade(self, event: Any) -> None:
+        said = dict(self.headers)
+        if b"transfer-encoding" in said or said.get(b"content-length", b"0") != b"0":
+            # What takes over waits for it for ever, and has no deadline.
+            self.send_400_response("A WebSocket's first request has no body.")
+            return
         self._left()
         super().handle_websocket_upgrade(event)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from channels.auth import get_user
@@ -11,22 +12,32 @@ from django.urls import path
 
 from controlplane.publish import LIVE_GROUP
 
+PATH = "/live/"
 SIGNED_OUT = 4401
 CHECKED_EVERY = 15.0
 """Seconds between two looks at whether the session still stands."""
 
 
+class SignedIn:
+    """ASGI: nobody who is not signed in, and no other path, gets as far as a consumer, which takes a connection to Redis."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        user = scope.get("user")
+        if user is not None and user.is_authenticated and scope["path"] == PATH:
+            return await self._app(scope, receive, send)
+        await receive()
+        return await send({"type": "websocket.close", "code": SIGNED_OUT})
+
+
 class LiveConsumer(AsyncJsonWebsocketConsumer):
-    """Relays `{"topic": "deployment:smollm2"}`. Nobody who is not signed in gets past `connect`, and whose session ends is told
-    so by the code `SIGNED_OUT`."""
+    """Relays `{"topic": "deployment:smollm2"}`. Whose session ends is told so by the code `SIGNED_OUT`."""
 
     _watch: asyncio.Task[None] | None = None
 
     async def connect(self) -> None:
-        user = self.scope.get("user")
-        if user is None or not user.is_authenticated:
-            await self.close(code=SIGNED_OUT)
-            return
         await self.channel_layer.group_add(LIVE_GROUP, self.channel_name)
         await self.accept()
         self._watch = asyncio.create_task(self._until_signed_out())
@@ -50,4 +61,4 @@ class LiveConsumer(AsyncJsonWebsocketConsumer):
                 return
 
 
-websocket_urls = [path("live/", LiveConsumer.as_asgi())]
+websocket_urls = [path(PATH.removeprefix("/"), LiveConsumer.as_asgi())]

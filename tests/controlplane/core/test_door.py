@@ -151,6 +151,18 @@ async def test_an_endless_head_is_refused() -> None:
         assert (await client.ended()).startswith(b"HTTP/1.1 400 ")
 
 
+async def test_a_websocket_with_a_body_is_refused() -> None:
+    async with served() as site:
+        for body in (b"content-length: 1000000", b"transfer-encoding: chunked"):
+            client = await site.connect()
+            client.say(
+                b"GET /live/ HTTP/1.1\r\nhost: h\r\nconnection: upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n",
+                b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n" + body + b"\r\n\r\nxx",
+            )
+            assert (await client.ended()).startswith(b"HTTP/1.1 400 ")
+        await until(lambda: not site.server.server_state.connections)
+
+
 async def test_who_does_not_take_the_answer_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "READ_SECONDS", 0.3)
     async with served() as site:

@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from asgiref.testing import ApplicationCommunicator
 from channels.layers import channel_layers, get_channel_layer
 from django.conf import settings
 from django.contrib.auth import BACKEND_SESSION_KEY, HASH_SESSION_KEY, SESSION_KEY
-from django.contrib.auth.models import User
+from django.contrib.auth.models import AnonymousUser, User
 from django.contrib.sessions.backends.db import SessionStore
 from django.test import override_settings
 
@@ -74,3 +75,24 @@ async def test_who_is_signed_out_is_told_so(monkeypatch: pytest.MonkeyPatch) -> 
         await socket.send_input({"type": "websocket.disconnect", "code": live.SIGNED_OUT})
         await socket.wait(10)
     channel_layers.backends = {}
+
+
+@pytest.mark.parametrize(
+    ("user", "path"), [(None, "/live/"), (AnonymousUser(), "/live/"), (User(username="ada"), "/elsewhere")]
+)
+async def test_nobody_who_is_not_signed_in_gets_as_far_as_a_consumer(user: Any, path: str) -> None:
+    reached: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        reached.append(scope["path"])
+
+    async def ask(path: str, user: Any) -> ApplicationCommunicator:
+        socket = ApplicationCommunicator(live.SignedIn(app), {"type": "websocket", "path": path, "user": user})
+        await socket.send_input({"type": "websocket.connect"})
+        return socket
+
+    socket = await ask(path, user)
+    assert await socket.receive_output(10) == {"type": "websocket.close", "code": live.SIGNED_OUT}
+    assert reached == []
+    await (await ask("/live/", User(username="ada"))).wait(10)
+    assert reached == ["/live/"]
