@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from controlplane.fleet.model import Role
-from controlplane.fleet.wire import Disaggregate, Result, RoutingPolicy, SnapshotEngine
+from controlplane.fleet.wire import Disaggregate, Result, RouterStatus, RoutingPolicy, SnapshotEngine, decode, encode
 from frontend_api import exchange, probing
 from frontend_api.probing import Prober
 from frontend_api.routing import outcomes
@@ -331,3 +331,38 @@ async def test_an_engine_whose_counters_rise_is_not_called_silent(
     Prober(site.upstreams, found).start_due(monotonic())
     await until(lambda: bool(engine.heard) and not trouble.probing)
     assert trouble.out is not works
+
+
+# ---- what people and the control plane hear
+
+
+async def test_a_fault_is_in_the_status_the_figures_the_decisions_and_the_log(
+    make_site: MakeSite, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = await make_site()
+    await site.engine("p", Role.PREFILL)
+    await site.engine("d0", Role.DECODE, says(unary({"error": {"message": "no KV"}}, 500)))
+    await site.engine("d1", Role.DECODE)
+    site.publish(policy=ALWAYS)
+    for _ in range(6):
+        assert (await ask(site.port, CHAT, PROMPT)).status == 200
+    await site.settled()
+    site.router.sweep(monotonic())
+    words = "Decode engine d0 answered with status 500; it was to fetch KV from prefill engine p (side channel 10.0.0.1:5600)."
+    status = decode(encode(site.telemetry.status(site.view, site.evidence, site.router.outcomes)), RouterStatus)
+    (fault,) = status.faults
+    assert (fault.engine, fault.prefill, fault.cause, fault.reason) == ("d0", "p", "transfer-status-500", words)
+    assert (fault.failures, fault.attempt, fault.prefill_attempt) == (ENOUGH, 1, 1)
+    lines = (await ask(site.port, "/metrics")).body.decode().splitlines()
+    for line in (
+        'leg_failures_total{deployment="dep",engine="d0",cause="transfer-status-500"} 2',
+        'pair_failing{prefill="p",decode="d0"} 1',
+        'engine_failing{engine="d0"} 0',
+    ):
+        assert f"tandem_router_{line}" in lines
+    decisions = (await ask(site.port, "/debug/decisions")).json["decisions"]
+    assert [one["tried"] for one in decisions].count([words]) == ENOUGH
+    assert (decisions[0]["tried"], decisions[0]["left_out"]) == ([], [words])
+    assert f"dep: {words}" in caplog.text
+    site.publish(policy=ALWAYS, without=("d0",))
+    assert 'engine="d0"' not in (await ask(site.port, "/metrics")).body.decode(), "what is gone is told of no more"
