@@ -15,7 +15,8 @@ from math import inf
 from time import monotonic
 from typing import NamedTuple
 
-from frontend_api.http.upstream import Failure, Upstreams
+from frontend_api.http.ask import Reply, ask
+from frontend_api.http.upstream import Upstreams
 from frontend_api.routing.loads import Loads
 from frontend_api.routing.view import Engine, Health, View
 
@@ -25,8 +26,6 @@ EVERY_SECONDS = 1.0
 SELDOM_SECONDS = 30.0
 """For an engine that does not tell of its KV."""
 ANSWER_SECONDS = 1.0
-MOST_BYTES = 4 << 20
-"""Of one engine's figures."""
 AT_ONCE = 8
 """Engines that are asked at the same time."""
 MOST_TOKENS = 1 << 40
@@ -75,41 +74,6 @@ def _series(page: bytes, name: bytes) -> Iterator[tuple[bytes, float]]:
             with suppress(ValueError):
                 yield labels, float(value)
         at = page.find(begins, at + 1)
-
-
-class _Page:
-    """Receives an engine's figures. `done`: the page, or None where none came."""
-
-    def __init__(self) -> None:
-        self.done: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
-        self._parts: list[bytes] = []
-        self._size = 0
-        self._status = 0
-
-    def sending(self) -> None:
-        """Nobody counts this request."""
-
-    def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self._status = status
-
-    def body(self, data: bytes, last: bool, framed: bytes = b"") -> None:
-        self._parts.append(data)
-        self._size += len(data)
-        if self._size > MOST_BYTES:
-            self._settle(None)
-
-    def ended(self) -> None:
-        self._settle(b"\n" + b"".join(self._parts) if self._status == 200 else b"")
-
-    def failed(self, failure: Failure) -> None:
-        self._settle(None)
-
-    def crashed(self) -> None:
-        self._settle(None)
-
-    def _settle(self, page: bytes | None) -> None:
-        if not self.done.done():
-            self.done.set_result(page)
 
 
 class RoomReader:
@@ -166,13 +130,9 @@ class RoomReader:
         self._loads.tell_room(engine, free, at)
 
     async def _page(self, engine: Engine) -> bytes | None:
-        receiver = _Page()
-        leg = self._upstreams.pool(engine).start(receiver, b"/metrics", b"", b"", method=b"GET")
-        try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                return await receiver.done
-        except TimeoutError:
+        """Empty: it has none. None: it did not answer."""
+        pool = self._upstreams.pool(engine)
+        reply = await ask(pool, b"/metrics", b"", ANSWER_SECONDS, method=b"GET", fresh=False)
+        if not isinstance(reply, Reply):
             return None
-        finally:
-            if leg.receiver is not None:
-                leg.cancel()
+        return b"\n" + reply.body if reply.status == 200 else b""
