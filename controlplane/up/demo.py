@@ -100,6 +100,8 @@ class Demo:
             if found is None or found["condition"]["status"] in ("stopped", "deleting"):
                 raise Unavailable(f"The deployment {NAME} was stopped or deleted meanwhile.")
             sentence = found["condition"]["sentence"]
+            if found["condition"]["status"] == "not-serving":
+                raise Unavailable(f"{NAME}: {sentence}")
             if found["condition"]["status"] == "ready":
                 try:
                     return sentence, self._measured(found)

@@ -159,8 +159,15 @@ def test_an_engine_that_fails_again_and_again_ends_the_wait(world: World) -> Non
     assert len(world.shown) == 3
 
 
-@pytest.mark.parametrize("status", ["stopped", "deleting"])
-def test_a_deployment_that_somebody_stops_is_not_awaited(world: World, status: str) -> None:
+@pytest.mark.parametrize(
+    ("status", "says"),
+    [
+        ("stopped", "stopped or deleted meanwhile"),
+        ("deleting", "stopped or deleted meanwhile"),
+        ("not-serving", "smollm2: it is not-serving"),
+    ],
+)
+def test_a_deployment_that_somebody_stops_is_not_awaited(world: World, status: str, says: str) -> None:
     world.engines(status, "stopped")
-    with pytest.raises(Unavailable, match="stopped or deleted meanwhile"):
+    with pytest.raises(Unavailable, match=says):
         world.demo.answer(world.show)
