@@ -16,6 +16,7 @@ from time import monotonic, time
 from msgspec import Struct
 
 from controlplane.fleet.wire import FleetSnapshot
+from frontend_api.exchange import FINISH_SECONDS, FREE_SECONDS
 from frontend_api.gate import Router
 from frontend_api.http.cors import Origins
 from frontend_api.http.reading import Limits
@@ -157,6 +158,7 @@ async def run(
         loop.remove_reader(parent_gone)
     saving = loop.create_task(saved.save()) if index == 0 else None  # at once: the drain may be cut short
     await drain(server, options.drain_seconds)
+    await _free_kv(router)
     if saving is not None:
         await saving
         await saved.save()  # what has come meanwhile
@@ -198,6 +200,13 @@ async def drain(server: Server, seconds: float) -> None:
     if server.connections:
         log.warning("%d connections are cut at the drain limit of %g s.", len(server.connections), seconds)
         server.cut_all()
+
+
+async def _free_kv(router: Router) -> None:
+    """Wait for what clients have left behind just now."""
+    deadline = monotonic() + FINISH_SECONDS + FREE_SECONDS
+    while router.exchanges and monotonic() < deadline:  # noqa: ASYNC110 - as in `drain`
+        await asyncio.sleep(0.05)
 
 
 async def _sweeps(server: Server, router: Router) -> None:

@@ -424,6 +424,27 @@ async def test_the_drain_has_a_limit(run: Run, engine: ScriptedEngine) -> None:
     assert await program.ended() == 0
 
 
+def established(pid: int) -> list[Any]:
+    return [c for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_ESTABLISHED]
+
+
+async def test_kv_that_a_client_left_behind_is_freed_before_it_ends(run: Run, engine: ScriptedEngine) -> None:
+    go_on = asyncio.Event()
+    engine.answer = after(go_on)
+    decode = await ScriptedEngine().start()
+    program = await run("--no-auth", "--model", "m", "--prefill", engine.url, "--decode", decode.url)
+    async with Client(program.port) as client:
+        client.post(CHAT, PROMPT)
+        await until(lambda: bool(engine.heard))
+    (child,) = program.children
+    await until(lambda: not any(c.laddr.port == program.port for c in established(child)))
+    program.process.terminate()
+    go_on.set()
+    assert await program.ended() == 0
+    assert [heard.body["max_tokens"] for heard in decode.heard] == [0]
+    await decode.stop()
+
+
 async def test_it_follows_redis_and_starts_again_without_it(run: Run, engine: ScriptedEngine, redis_url: str) -> None:
     control = redis.Redis.from_url(redis_url)
     control.set(SNAPSHOT_KEY, fleet(engine.url))
