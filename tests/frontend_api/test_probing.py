@@ -90,7 +90,7 @@ async def fleet(
     monkeypatch.setattr(outcomes, "LONGEST_PAUSE", 0.4)
     monkeypatch.setattr(outcomes, "DOUBT_SECONDS", 0.2)
     monkeypatch.setattr(exchange, "DOUBT_SECONDS", 0.2)
-    monkeypatch.setattr(probing, "PROBE_SECONDS", 0.5)
+    monkeypatch.setattr(probing, "PROBE_SECONDS", 1.0)
     monkeypatch.setattr(probing, "LOOK_SECONDS", 0.02)
     site = await make_site()
     fleet = Fleet(site, processes)
