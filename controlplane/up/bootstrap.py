@@ -139,7 +139,7 @@ def _create() -> None:
             if lacking
             else f"The disk of {CHECKOUT} has {free} MiB free; make room if that is too little, and type the same again."
         )
-        said = (result.stderr or result.stdout).strip()[-500:]
+        said = _told((result.stderr or result.stdout).splitlines())
         raise Refused(f"{sys.executable} cannot make a virtual environment. {remedy}\n{said}")
 
 
@@ -167,12 +167,20 @@ def _install(extra: str) -> None:
                 _progress("  writing them to disk")
     _progress("")
     if pip.returncode:
-        tail = "\n".join(line for line in lines[-12:] if line)
+        log = VENV / "pip.log"
+        log.write_text("\n".join(lines))
         raise Refused(
-            f"{tail}\nThe packages could not be installed. Without network, point PIP_INDEX_URL at a mirror or PIP_FIND_LINKS "
+            f"{_told(lines)}\nThe packages could not be installed (all that pip said: {log}). Without network, point "
+            "PIP_INDEX_URL at a mirror or PIP_FIND_LINKS "
             "at a folder of wheels; with a full disk, make room; then type the same again: it starts clean."
         )
     _say(f"Installed {len(seen)} packages in {time.monotonic() - started:.0f} s")
+
+
+def _told(lines: list[str]) -> str:
+    """What a failed program said last, without the trace of a crash: its last line names it."""
+    words = [line for line in lines if line.strip() and not line.startswith((" ", "Traceback", "During handling"))]
+    return "\n".join(words[-6:])
 
 
 @contextlib.contextmanager
