@@ -240,10 +240,8 @@ class Serving:
                 return self._gave_nothing(decode, outcome)
             decode.accepts()
         reader = Reader(prefill, self.prompt, self.clock, self._kv_at(prefill, answers=False))
-        with (
-            reader,
-            carrying(decode, kv=self._kv_at(decode, answers=True)) as writing,
-        ):  # decode is sure to be needed: count it at once
+        writer = carrying(decode, kv=self._kv_at(decode, answers=True))
+        with reader, writer as writing:  # decode is sure to be needed: count it at once
             if self._crowded(prefill, decode):
                 self.queued = True
                 return False
@@ -345,9 +343,8 @@ class Serving:
 
     def _choose(self, prefill: Engine | None = None) -> Choice:
         """`prefill`: it has read the prompt already. Then `alone` is no matter."""
-        if (
-            prefill is None and self.given and self.alone is None
-        ):  # with other KV, if there is any: this may be what failed
+        if prefill is None and self.given and self.alone is None:
+            # from another prefill engine, if there is one: the KV of this one may be what failed
             choice = self._choose_without(self.avoid.union(self.given.values()), None)
             if choice.prefill is not None:
                 return choice
