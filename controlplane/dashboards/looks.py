@@ -23,7 +23,7 @@ class Look(NamedTuple):
 
 
 ENGINE: dict[State, Look] = {
-    State.PENDING: Look("Waiting", "dashed", "wait"),
+    State.PENDING: Look("Pending", "dashed", "wait"),
     State.PLACED: Look("Placed", "fifth", "wait", True),
     State.INSTALLING: Look("Installing", "quarter", "wait", True),
     State.FETCHING: Look("Fetching", "third", "wait", True),

@@ -333,7 +333,7 @@ def support_chat(a: Node, b: Node, c: Node, silent: Node) -> Deployment:
     )  # fmt: skip
     p3 = engine(
         of, Role.PREFILL, 3, State.UNHEALTHY, on=b, gpus=[1], since=48, load=prefill_load(0.49, 60_000, 40_000, 5),
-        reason="Its health probe has not been answered for 48 s; it is replaced after 2 min.",
+        reason="It does not answer its health check: no answer in 5 s.",
     )  # fmt: skip
     engine(
         of,
@@ -379,7 +379,7 @@ def booting(a: Node, b: Node, c: Node) -> Deployment:
         on=a,
         gpus=[3],
         since=9,
-        reason="Answers; waits for a decode engine to prove a KV transfer with.",
+        reason="It answers. Waiting for a decode engine, to test a KV transfer with it.",
     )
     engine(
         of,
@@ -450,7 +450,7 @@ def failing(c: Node) -> Deployment:
         since=31,
         attempt=2,
         exit_code=-9,
-        reason="Ended by SIGKILL, perhaps for want of memory.",
+        reason="Ended by SIGKILL, perhaps out of memory.",
     )
     crash_loop(of, crashing.pk)
     assert p.pk
