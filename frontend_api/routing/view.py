@@ -28,6 +28,8 @@ from controlplane.fleet.wire import (
 from frontend_api.routing import intake
 from frontend_api.routing.rates import USUAL_PULL, USUAL_READ, USUAL_STEP, Rate, settle
 
+LAST_MOMENT = 1e11
+"""Seconds since 1970 that a calendar has."""
 HANG_PAUSE = 5.0
 """Seconds for which an engine that answers nothing at all is not even tried as the last resort."""
 OVERLOAD_PAUSE = 1.0
@@ -418,7 +420,7 @@ class View:
         self.settle(monotonic())  # a newcomer begins as one of its kind
         self.keys = {key.digest: key for key in snapshot.keys}
         self.version = snapshot.version
-        self.made_at = snapshot.made_at
+        self.made_at = snapshot.made_at if 0 <= snapshot.made_at < LAST_MOMENT else 0.0
         for follower in self.followers:
             follower.follow(self)
         return [engine for key, engine in before.items() if key not in now]

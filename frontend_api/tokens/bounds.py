@@ -7,6 +7,7 @@ that backtrack (`patterns`), normalizers that make texts many times longer, part
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -76,12 +77,20 @@ class _File(Struct):
     added_tokens: list[_Token] = []
 
 
+def read(path: Path, most: int) -> bytes:
+    """A file's bytes. Raises `Unbounded` for more of them, and `OSError`, also for what is no file: a pipe would be read for ever."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        told = os.fstat(file.fileno())
+        if not stat.S_ISREG(told.st_mode):
+            raise OSError(f"{path.name} is no file")
+        if told.st_size > most:
+            raise Unbounded(f"{path.name} has more than {most} bytes")
+        return file.read(most)
+
+
 def check(path: Path) -> None:
     """Raises `Unbounded`; `OSError` where the file cannot be read."""
-    with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size > MOST_BYTES:
-            raise Unbounded(f"it has more than {MOST_BYTES} bytes")
-        data = file.read(MOST_BYTES)
+    data = read(path, MOST_BYTES)
     try:
         found = msgspec.json.decode(data, type=_File)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:

@@ -55,17 +55,25 @@ def _refuse_other_renderers(folder: Path) -> None:
 
 MOST_BYTES = 16 << 20
 """Of a file beside the tokenizer's own."""
+MOST_TEMPLATES = 32
+"""Files with further templates that are looked at."""
 MOST_MISSING = 1_000
 """Tokens that the configuration names and the tokenizer does not have."""
 
 
 def _read(path: Path) -> bytes:
-    """Raises `OSError`."""
-    with path.open("rb") as file:
-        data = file.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise OSError(f"it has more than {MOST_BYTES} bytes")
-    return data
+    """Raises `OSError`; `TokenizerUnusable` for more than `MOST_BYTES`."""
+    try:
+        return bounds.read(path, MOST_BYTES)
+    except bounds.Unbounded as error:
+        raise TokenizerUnusable(str(error)) from None
+
+
+def _text(path: Path) -> str:
+    try:
+        return _read(path).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerUnusable(f"{path.name} cannot be read: {error}") from None
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -146,9 +154,12 @@ def _templates(folder: Path, config: Mapping[str, Any], names: Mapping[str, str]
         sources["default"] = given
     elif isinstance(given, list):
         sources = {entry["name"]: entry["template"] for entry in given}
-    files = {path.stem: _read(path).decode() for path in (folder / "additional_chat_templates").glob("*.jinja")}
+    files = {
+        path.stem: _text(path)
+        for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))[:MOST_TEMPLATES]
+    }
     if (main := folder / "chat_template.jinja").exists():
-        files["default"] = _read(main).decode()
+        files["default"] = _text(main)
     sources = files or sources
     if "default" not in sources:
         return None

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from controlplane.fleet.model import Role
-from controlplane.fleet.wire import Result
+from controlplane.fleet.wire import FleetSnapshot, Result, RoutingPolicy, SnapshotDeployment
 from tests.frontend_api.client import PROMPT, Client, ask, request
-from tests.frontend_api.conftest import MakeSite, Site
+from tests.frontend_api.conftest import KEYS, MakeSite, Site
 from tests.frontend_api.scripted import unary
 
 CHAT = "/v1/chat/completions"
@@ -96,6 +96,27 @@ async def test_models_as_anthropics_clients_read_them(guarded: Site) -> None:
     (model,) = listed["data"]
     assert (model["type"], model["display_name"], model["created_at"]) == ("model", "m", "2023-11-14T22:13:20+00:00")
     assert (await ask(guarded.port, "/v1/models/m", anthropic_version="2023-06-01", **GOOD)).json == model
+
+
+@pytest.mark.parametrize("made_at", [-1.0, 1e300])
+async def test_a_moment_that_no_calendar_has_is_none(guarded: Site, made_at: float) -> None:
+    guarded.view.take(
+        FleetSnapshot(
+            version=9,
+            made_at=made_at,
+            keys=KEYS,
+            deployments=(
+                SnapshotDeployment(
+                    name="dep",
+                    served_name="m",
+                    routing=RoutingPolicy(),
+                    engines=tuple(e.spec for e in guarded.view.engines()),
+                ),
+            ),
+        )
+    )
+    listed = (await ask(guarded.port, "/v1/models", anthropic_version="2023-06-01", **GOOD)).json
+    assert [model["created"] for model in listed["data"]] == [0]
 
 
 @pytest.mark.parametrize("path", ["org/team/m", "org%2Fteam%2Fm", "org/team%2fm"])

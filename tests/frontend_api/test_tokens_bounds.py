@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,15 @@ def test_nor_a_configuration_that_is_too_long(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(model_folder, "MOST_BYTES", 20)
     with pytest.raises(TokenizerUnusable, match="more than 20 bytes"):
         Tokenizer(write_model(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"])
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    folder = write_model(tmp_path / "model")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(TokenizerUnusable):
+        Tokenizer(folder)
 
 
 MARKS = st.lists(st.text(alphabet="<ab|.", min_size=1, max_size=6), min_size=1, max_size=12)
