@@ -168,11 +168,12 @@ def _install(extra: str) -> None:
     _progress("")
     if pip.returncode:
         log = VENV / "pip.log"
-        log.write_text("\n".join(lines))
+        with contextlib.suppress(OSError):  # a full disk
+            log.write_text("\n".join(lines))
         raise Refused(
-            f"{_told(lines)}\nThe packages could not be installed (all that pip said: {log}). Without network, point "
-            "PIP_INDEX_URL at a mirror or PIP_FIND_LINKS "
-            "at a folder of wheels; with a full disk, make room; then type the same again: it starts clean."
+            f"{_told(lines)}\nThe packages could not be installed. Without network, point PIP_INDEX_URL at a mirror or "
+            "PIP_FIND_LINKS at a folder of wheels; with a full disk, make room; then type the same again: it starts clean. "
+            f"All that pip said is in {log}"
         )
     _say(f"Installed {len(seen)} packages in {time.monotonic() - started:.0f} s")
 

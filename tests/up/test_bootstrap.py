@@ -153,6 +153,13 @@ def test_what_cannot_be_trusted_is_not_used(there: str, module: ModuleType) -> N
     assert not list(module.CHECKOUT.glob(".venv*"))
 
 
+def test_a_crash_of_pip_is_told_without_its_trace(module: ModuleType) -> None:
+    trace = ["Traceback (most recent call last):", '  File "y", line 1', "    z()", "ValueError: no"]
+    assert (
+        module._told(["Obtaining x", "ERROR: Exception:", *trace]) == "Obtaining x\nERROR: Exception:\nValueError: no"
+    )
+
+
 @pytest.mark.parametrize(
     "error", [OSError(28, "No space left on device", "/x/.venv"), PermissionError(13, "no", "/x/.venv")]
 )
