@@ -95,7 +95,7 @@ class FreeingLeg:
         self._status = status
 
     def body(self, data: bytes, last: bool, framed: bytes = b"") -> None:
-        """What it says is nobody's business."""
+        """Only its status counts."""
 
     def ended(self) -> None:
         self._exchange.freed(done=self._status < 500)

@@ -115,7 +115,8 @@ def parser() -> argparse.ArgumentParser:
 def _add_prefixes(command: argparse.ArgumentParser) -> None:
     command.epilog = (
         "Needs two ready engines that read prompts. The key comes from TANDEM_KEY, TANDEM_KEY_FILE or --key-file; "
-        "a router without keys needs none."
+        "a router without keys needs none. "
+        "Exit status: 0 it works, 3 it does not, 4 nothing was shown, 1 the experiment failed."
     )
     command.add_argument("--url", help="the OpenAI endpoint (default: TANDEM_BIND and TANDEM_OPENAI_PORT)")
     command.add_argument("--key-file", metavar="FILE", help="holds a key of scope inference")

@@ -129,7 +129,7 @@ class Rank:
         self._waiting_bytes = 0
 
     def excessive(self, now: float) -> None:
-        """Its events take too much of this process: it is not followed for a while, and begins anew then."""
+        """Its events take too much of this process: it is not followed for a while, and then begins again."""
         self._forget()
         self._drop_waiting()
         self._asked, self._checking = None, False

@@ -18,7 +18,7 @@ class Reason(StrEnum):
     NO_OVERLAP = "no-overlap"
     """No engine has any of the prompt: load decides."""
     BELOW_ONE_BLOCK = "below-one-block"
-    """The prompt is no longer than one KV block: engines keep whole blocks and compute the last token anew, so it cannot be
+    """The prompt is no longer than one KV block: engines keep whole blocks and compute the last token again, so it cannot be
     cached. Load decides."""
     NO_TOKENS = "no-tokens"
     """The prompt's tokens are not known: load alone decides."""
