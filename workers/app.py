@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from celery import Celery
 from celery.worker import state
+from kombu.transport.redis import Channel
 
 from controlplane.fleet.addresses import broker_url
 from controlplane.fleet.wire import node_prefix, queue_name
@@ -44,6 +45,11 @@ def make_app(node: str, redis_url: str) -> Celery:
         worker_hijack_root_logger=False,
     )
     return app
+
+
+# What was not done when a channel closes is let go: putting it back needs rights that the node has not, and kombu would then dump
+# it into a file.
+Channel.do_restore = False
 
 
 class WakeWorker:

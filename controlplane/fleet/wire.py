@@ -112,7 +112,7 @@ def acl_user(node: str) -> str:
 _ACL_COMMANDS = (
     "auth", "hello", "ping", "select", "echo",  # the connection
     "get", "set", "unlink", "expire", "xadd",  # plan, report, claim, tokenizers, logs
-    "brpop", "sadd", "llen", "multi", "exec",  # kombu: the queue
+    "brpop", "lpush", "sadd", "llen", "multi", "exec",  # kombu: the queue
 )  # fmt: skip
 
 
