@@ -32,7 +32,7 @@ from workers import command, hardware, models, runtimes, tokenizer_folder
 from workers.agent import Agent
 from workers.app import WakeWorker
 from workers.claim import Claimant
-from workers.join import Identity, identify
+from workers.join import Identity, identify, is_replaced
 from workers.launch import Launcher, Progress
 from workers.logs import LogShipper, Source
 from workers.mailbox import RedisMailbox, connect
@@ -154,6 +154,7 @@ class Node:
             launcher=launcher,
             facts=self._facts,
             claimant=self._claimant,
+            replaced=partial(is_replaced, identity),
         )
         self._shipper = LogShipper(identity.name, connect(identity.redis_url), self._logs)
         self._shelf = TokenizerShelf(identity.name, connect(identity.redis_url), self._tokenizers)

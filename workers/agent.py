@@ -22,7 +22,7 @@ from workers.claim import CLAIM_SECONDS, Claim, Claimant, already_running
 from workers.decide import Action, Held, Kill, Start, Stop, Update, decide
 from workers.engine import EngineRun, Pace
 from workers.launch import Launcher
-from workers.mailbox import Mailbox
+from workers.mailbox import LoginRefused, Mailbox
 from workers.process import sweep
 from workers.record import EngineRecord, Records, write_private
 
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 STEP_SECONDS = 1.0
 SHORTEST_STEP_SECONDS = 0.05
 AFTER_KILL_SECONDS = 5.0
+ASK_STANDING_EVERY = 15.0
+"""While Redis refuses the login: Redis forgets its users when it restarts, and the control plane makes them again within seconds."""
 
 
 class Applied(msgspec.Struct, frozen=True):
@@ -51,6 +53,7 @@ class Agent:
         launcher: Launcher,
         facts: Callable[[], NodeFacts],
         claimant: Claimant | None = None,
+        replaced: Callable[[], bool] = lambda: False,
         pace: Pace = Pace(),  # noqa: B008 (frozen)
         chance: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -62,6 +65,8 @@ class Agent:
         self._facts = facts
         self._claimant = claimant
         self._claimed_at = -REPORT_EVERY
+        self._replaced = replaced
+        self._refused_at: float | None = None
         self._outdone = False
         self.unfit = ""
         """Why this agent cannot go on: its engines here are to be ended."""
@@ -196,8 +201,12 @@ class Agent:
         """Keeps the newest plan. Returns what is wrong, or nothing."""
         try:
             plan = self._mailbox.read_plan()
+        except LoginRefused as error:
+            self._ask_standing()
+            return error.message
         except Unavailable as error:
             return error.message
+        self._refused_at = None
         if plan is None or plan.node != self.node or plan.generation < self._applied:
             return ""  # none yet, or an older one that comes late
         self._plan = plan
@@ -205,6 +214,20 @@ class Agent:
             self._applied = plan.generation
             return self._note_applied(plan)
         return ""
+
+    def _ask_standing(self) -> None:
+        """Gives up where the login is refused because another machine is this node now: its engines here are nobody's."""
+        now = self._clock()
+        if self._refused_at is None:
+            self._refused_at = now
+        elif now - self._refused_at >= ASK_STANDING_EVERY:
+            self._refused_at = now
+            if self._replaced():
+                self._outdone = True
+                self.give_up(
+                    f"Another machine has joined as node {self.node}. This one's access and engines have ended: to use it again, "
+                    f"remove the folder agents/{self.node} from its TANDEM_HOME, and let it join by another TANDEM_NODE_NAME."
+                )
 
     def _note_applied(self, plan: NodePlan) -> str:
         try:

@@ -139,6 +139,20 @@ def ask_control_plane(url: str, application: Application) -> Identity | None:
     raise refused(f"The control plane refused to let this node join: {_message(answer)}")
 
 
+def is_replaced(identity: Identity) -> bool:
+    """Whether another machine has joined by this node's name since. False also where nobody answers."""
+    url = identity.control_plane
+    if not url or not identity.password:
+        return False
+    asked = {"name": identity.name, "password": identity.password}
+    try:
+        with httpx.Client(transport=httpx.HTTPTransport(proxy=proxy_for(url)), timeout=ASK_TIMEOUT_SECONDS) as client:
+            answer = client.post(f"{url}/api/v1/nodes/standing", json=asked)
+            return answer.is_success and answer.json().get("replaced") is True
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, AttributeError):
+        return False
+
+
 def _message(answer: httpx.Response) -> str:
     try:
         return str(answer.json()["error"]["message"])

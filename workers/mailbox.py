@@ -45,7 +45,7 @@ class RedisMailbox:
         try:
             data = self._client.get(wire.plan_key(self._node))
         except redis.RedisError as error:
-            raise Unavailable(unreachable(error)) from error
+            raise unavailable(error) from error
         if data is None:
             return None
         try:
@@ -95,6 +95,16 @@ def _is_sound(proof: PairProof) -> bool:
     except msgspec.ValidationError:
         return False
     return True
+
+
+class LoginRefused(Unavailable):
+    """Redis is there and does not take this node's login: for a moment after a restart of it, or for good."""
+
+
+def unavailable(error: redis.RedisError) -> Unavailable:
+    """The error as the agent tells it."""
+    refused = isinstance(error, (redis.AuthenticationError, redis.exceptions.NoPermissionError))
+    return LoginRefused(unreachable(error)) if refused else Unavailable(unreachable(error))
 
 
 def unreachable(error: redis.RedisError) -> str:

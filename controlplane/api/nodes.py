@@ -76,6 +76,19 @@ class NodeJoin(ApiView):
         return Response(resources.JoinedResource(joined).data)
 
 
+class NodeStanding(ApiView):
+    authentication_classes = ()
+    permission_classes = ()
+
+    @extend_schema(
+        operation_id="nodeStanding", auth=[], request=requests.Standing, responses=resources.StandingResource
+    )
+    def post(self, request: Request) -> Response:
+        """Asked by an agent whose login Redis refuses: whether that is for good, because another machine is this node now."""
+        replaced = services.is_replaced(**self.checked(requests.Standing))
+        return Response(resources.StandingResource({"replaced": replaced}).data)
+
+
 class JoinTokens(ApiView):
     @extend_schema(
         operation_id="createJoinToken",
@@ -107,6 +120,7 @@ def _asked_from(request: Request) -> str:
 routes = [
     path("nodes", Nodes.as_view()),
     path("nodes/join", NodeJoin.as_view()),
+    path("nodes/standing", NodeStanding.as_view()),
     path("nodes/<str:name>", NodeDetail.as_view()),
     path("nodes/<str:name>/cordon", NodeCordon.as_view()),
     path("nodes/<str:name>/uncordon", NodeUncordon.as_view()),

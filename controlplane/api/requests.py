@@ -86,6 +86,11 @@ class Join(_Strict):
     )
 
 
+class Standing(_Strict):
+    name = serializers.CharField(max_length=63)
+    password = serializers.CharField(max_length=200, help_text="The one that joining gave.")
+
+
 class JoinToken(_Strict):
     hours = serializers.IntegerField(default=1, min_value=1, max_value=168)
     node = serializers.CharField(

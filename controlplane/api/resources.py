@@ -233,6 +233,10 @@ class JoinedResource(serializers.Serializer[Any]):
     )
 
 
+class StandingResource(serializers.Serializer[Any]):
+    replaced = serializers.BooleanField(help_text="Another machine has joined by this name since.")
+
+
 class JoinTokenResource(serializers.Serializer[Any]):
     token = serializers.CharField(help_text="Shown this once.")
     hours = serializers.IntegerField()

@@ -137,6 +137,12 @@ def cut_off(*, name: str, why: str) -> None:
     transaction.on_commit(lambda: _changed(name), robust=True)
 
 
+def is_replaced(*, name: str, password: str) -> bool:
+    """Whether the name belongs to another machine by now: it has joined since, and this is no longer the node's password."""
+    digest = Node.objects.filter(name=name).values_list("redis_digest", flat=True).first()
+    return bool(digest) and not hmac.compare_digest(_digest(password), str(digest))
+
+
 def cordon(*, actor: Actor, name: str) -> Node:
     """Give the node no new engines; those it runs go on. Raises `Forbidden` (needs operator) or `NotFound`."""
     return _set_cordoned(actor, name, True)

@@ -9,13 +9,15 @@ import msgspec
 import pytest
 import redis
 
+from controlplane.fleet import wire
 from controlplane.fleet.errors import Conflict
 from controlplane.fleet.model import Role
 from tests.workers import test_redis_user
 from tests.workers.conftest import Node, assignment, until
 from tests.workers.test_agent import running, up
+from workers import agent as agent_module
 from workers.claim import CLAIM_SECONDS, Claim, Claimant
-from workers.mailbox import connect
+from workers.mailbox import LoginRefused, RedisMailbox, connect
 
 
 @pytest.fixture
@@ -94,3 +96,36 @@ def test_without_redis_the_agent_goes_on(tmp_path: Path, node: Node) -> None:
     node.agent._claimant = claimant(connect("redis://127.0.0.1:1/0"), tmp_path / "a")
     node.agent.await_claim(lambda _: pytest.fail("there is nothing to wait for"))
     up(node, assignment("d", Role.DECODE))
+
+
+def test_an_agent_whose_node_another_machine_has_become_ends(
+    client: redis.Redis, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its login is refused: that alone ends nothing, as Redis forgets its users when it restarts."""
+    monkeypatch.setattr(agent_module, "ASK_STANDING_EVERY", 0.1)
+    replaced = [False]
+    node.agent._replaced = lambda: replaced[0]
+    (seen,) = up(node, assignment("d", Role.DECODE))
+    reports = len(node.mailbox.reports)
+
+    def refuse() -> None:
+        raise LoginRefused("Redis refuses this node's login.")
+
+    monkeypatch.setattr(node.mailbox, "read_plan", refuse)
+    loop = threading.Thread(target=node.agent.run, args=(threading.Event(),))
+    loop.start()
+    until(lambda: len(node.mailbox.reports) > reports)
+    assert not node.agent.unfit
+    assert running(seen.pid)
+    replaced[0] = True
+    until(lambda: not loop.is_alive())
+    assert node.agent.unfit.startswith("Another machine has joined as node x.")
+
+
+def test_redis_refusing_a_login_is_told_apart_from_redis_being_away(client: redis.Redis, redis_url: str) -> None:
+    mailbox = RedisMailbox("x", client)
+    assert mailbox.read_plan() is None
+    admin = redis.Redis.from_url(redis_url)
+    admin.execute_command("ACL", "DELUSER", wire.acl_user("x"))
+    with pytest.raises(LoginRefused, match="Redis refuses this node's login"):
+        until(lambda: mailbox.read_plan() is not None)

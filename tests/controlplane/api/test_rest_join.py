@@ -81,3 +81,19 @@ def test_an_outsider_learns_nothing_from_a_join(db: None) -> None:
     join("10.0.0.7")
     refused = [refusal(join("10.0.0.8", name, token="tdj-guessed"), 403) for name in ("n7", "n8")]
     assert refused[0]["message"] == refused[1]["message"], "nor which names there are"
+
+
+def test_an_agent_learns_that_another_machine_is_its_node_now_and_nothing_else() -> None:
+    def standing(name: str, password: str) -> bool:
+        answer = call(Client(), "POST", "nodes/standing", {"name": name, "password": password})
+        assert answer.status_code == 200
+        replaced: bool = answer.json()["replaced"]
+        return replaced
+
+    first = join("10.0.0.7").json()["redis_url"].split(":")[2].split("@")[0]
+    assert not standing("n7", first)
+    assert not standing("unknown", "anything"), "who was removed may join again"
+    taken = services.create_join_token(actor=SYSTEM, node="n7")
+    Node.objects.update(last_report_at=None)
+    join("10.0.0.8", token=taken)
+    assert standing("n7", first)

@@ -76,6 +76,7 @@ TABLE = {
     "POST v1/nodes/<str:name>/cordon": Rule(O, audited="node.cordon"),
     "POST v1/nodes/<str:name>/uncordon": Rule(O, audited="node.uncordon"),
     "POST v1/nodes/join": Rule(EVERYONE, 200, token, "node.join"),
+    "POST v1/nodes/standing": Rule(EVERYONE, 200, lambda: {"name": "n1", "password": "p"}),
     "POST v1/join-tokens": Rule(A, 201, lambda: {"hours": 2}, "join_token.create"),
     "GET v1/keys": Rule(V),
     "POST v1/keys": Rule(A, 201, lambda: {"name": "app", "scope": "inference"}, "key.create"),
