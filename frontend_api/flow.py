@@ -391,7 +391,11 @@ class Serving:
             self._blame(failure)
 
     def _blame(self, failure: Failure) -> None:
-        if failure.what not in _OUT_ALREADY:
+        if (
+            failure.is_refusal
+        ):  # a client may find fields that only the prefill leg's body makes wrong: a probe has to tell
+            self.outcomes.doubt(failure, self.deployment, self.clock())
+        elif failure.what not in _OUT_ALREADY:
             self.outcomes.blame(failure, self.deployment, self.clock())
 
     def _taken(self, prefill: Engine, decode: Engine) -> None:
@@ -481,7 +485,9 @@ class Serving:
         if isinstance(outcome, Ended):
             now = self.clock()
             engine.step.learn(outcome.steps, outcome.seconds, now)
-            if not outcome.whole:
+            if outcome.error:  # it may be the request's
+                self.outcomes.doubt(Failure(engine, BROKE_OFF), self.deployment, now)
+            elif not outcome.whole:
                 self.outcomes.blame(Failure(engine, BROKE_OFF), self.deployment, now)
             elif self.outcomes.troubles:
                 self.outcomes.worked(engine)

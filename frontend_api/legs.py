@@ -214,7 +214,7 @@ class AnswerLeg:
             exchange.advance(steps.Lost(Broken.RESET, True))
         elif reader.over:
             count, seconds = exchange.account.written() if not exchange.held_back else (0, 0.0)
-            exchange.advance(steps.Ended(count, seconds, whole=not reader.failed))
+            exchange.advance(steps.Ended(count, seconds, error=reader.failed))
         else:
             self._break_off("The engine ended the stream before the answer was whole.")
 

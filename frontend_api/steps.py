@@ -79,15 +79,17 @@ class Began:
 class Ended:
     """The relay of a begun answer is over, well or not; the client has seen it."""
 
-    __slots__ = ("seconds", "steps", "whole")
+    __slots__ = ("error", "seconds", "steps", "whole")
 
-    def __init__(self, steps: int = 0, seconds: float = 0.0, whole: bool = True) -> None:
+    def __init__(self, steps: int = 0, seconds: float = 0.0, whole: bool = True, error: bool = False) -> None:
         self.steps = steps
         """Tokens that came after the first …"""
         self.seconds = seconds
         """… and the time they took."""
         self.whole = whole
-        """False: the engine broke off, or told of an error."""
+        """False: the engine broke off."""
+        self.error = error
+        """The engine ended it by an error."""
 
 
 class Replied(NamedTuple):

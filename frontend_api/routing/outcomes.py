@@ -6,6 +6,7 @@ small exchange. What a failure was worth is known when its request ends:
 * The request was answered another way: the failure counts. `ENOUGH` of them in a row, of different requests, and the engine
   or pair is out.
 * A stream that breaks off after its first token can go no other way: it counts as well.
+* An engine refused it (4xx) and another took it: only a probe can tell whether the engine refuses everything.
 * Nobody could answer it: it may be the request that breaks engines, so it does not count. Only the probe can tell.
 * A leg that had KV to fetch says nothing about one engine alone: it counts for the pair. When all pairs of an engine fail, and
   its partners work with others, that engine is at fault, and pairs of it that nobody has tried yet are out too.
@@ -145,6 +146,8 @@ class Outcomes:
             trouble.since = now
         trouble.failures += 1
         if trouble.failures >= ENOUGH and not trouble.out:
+            if not trouble.probing:
+                trouble.probe_at = min(trouble.probe_at, now + LONGEST_PAUSE)
             self._out(trouble, now)
 
     def suspects(self, engine: Engine, prefill: Engine | None) -> bool:

@@ -129,16 +129,20 @@ class Fleet:
         engine, prefill = trouble.engine, trouble.prefill
         if prefill is not None:
             if not self.answers_alone(prefill.id):
-                return Failure(prefill, "status-500")
+                return Failure(prefill, self.what(prefill.id))
             if self.faults.get(prefill.id) == "transfer-none":
                 return Failure(prefill, "no-params")
         if not self.answers_alone(engine.id):
-            return Failure(engine, "silent" if self.faults[engine.id] == "silent" else "status-500")
+            return Failure(engine, self.what(engine.id))
         if prefill is not None and not self.moves(prefill.id, engine.id):
             return Failure(engine, "status-500", prefill)
         if prefill is None and trouble.failure.what == "no-params" and self.faults.get(engine.id) == "transfer-none":
             return Failure(engine, "no-params")
         return None
+
+    def what(self, name: str) -> str:
+        fault = self.faults[name]
+        return f"status-{fault}" if fault.isdigit() else fault
 
     def left_out(self) -> set[str]:
         """Engines `d0` and pairs `p0 d0` that are out."""
@@ -178,6 +182,24 @@ def test_what_one_request_meets_everywhere_takes_nothing_out() -> None:
     fleet.faults.clear()
     fleet.probe()
     assert all(engine.health is Health.UP for engine in fleet.view.engines())
+
+
+def test_no_client_keeps_a_healthy_engine_out_by_requests_that_only_one_leg_refuses_or_that_break_their_stream() -> (
+    None
+):
+    fleet = Fleet("p0", "d0")
+    prefill, decode = fleet.engine("p0"), fleet.engine("d0")
+    for _ in range(40):
+        for outcome in (Replied(400, b""), Replied(422, b"")):
+            flow = Serving(fleet.deployment, None, Trace(), lambda: fleet.now, outcomes=fleet.outcomes).steps()
+            assert isinstance(flow.send(None), Prefill)
+            assert isinstance(flow.send(outcome), Decode)
+            assert flow.send(Began()) is None
+            with pytest.raises(StopIteration):
+                flow.send(Ended(error=True))
+        assert (prefill.health, decode.health) == (Health.UP, Health.UP)
+        fleet.probe(0.5)
+    assert fleet.told() == []
 
 
 def test_one_decode_whose_transfers_fail_is_named_and_serves_what_needs_none() -> None:
@@ -228,10 +250,13 @@ def test_a_prefill_engine_whose_kv_nobody_can_read_is_named_and_its_other_pairs_
 def test_what_only_prefill_refuses_is_the_prefill_engines() -> None:
     fleet = Fleet("p0", "d0")
     fleet.faults["p0"] = "404"
-    for number in range(6):
+    for _ in range(2 * ENOUGH):
         answered, trace, steps = fleet.ask()
-        assert (answered, trace.fallback) == (True, True)
-        assert trace.cause == ("prefill-status-404" if number < ENOUGH else "prefill-unavailable")
+        assert (answered, trace.fallback, trace.cause) == (True, True, "prefill-status-404")
+    assert fleet.left_out() == set(), "these requests may be odd"
+    fleet.probe()
+    answered, trace, steps = fleet.ask()
+    assert (answered, trace.fallback, trace.cause) == (True, True, "prefill-unavailable")
     assert len(steps) == 1, "nobody is sent there any more"
     assert fleet.told() == [("p0", "", "prefill-status-404")]
 
