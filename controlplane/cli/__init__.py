@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return prefixes.run(settings, arguments)
         with Client(settings.url, settings.api_key) as client:
             code = commands.COMMANDS[arguments.command](client, arguments)
-            sys.stdout.flush()
+            print(end="", flush=True)
             return code
     except TandemError as error:
         named = error.field and error.field not in error.message
@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # no trace at interpreter exit either
+        if sys.stdout is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # no trace at interpreter exit either
         if isinstance(error, BrokenPipeError):  # the reader of a pipe, `| head`, has gone
             return OK
         return _complain(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", FAILED)
