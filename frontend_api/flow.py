@@ -144,6 +144,7 @@ class Serving:
             if choice.fallback:
                 if not self.deployment.falls_back:
                     trace.reason = choice.reason.value
+                    trace.left_out = self.outcomes.left_out
                     return self.verdict or no_prefill(self.deployment, choice.reason, self.outcomes.left_out)
                 trace.cause = trace.cause or choice.reason.value
             self._note(choice)
