@@ -39,9 +39,12 @@ document.addEventListener("htmx:finally:request", (event) => {
   paint(form, Number(form.elements.seen.value));  // as the server last said
   form.closest("[data-topics]")?.dispatchEvent(new CustomEvent("refresh"));
 });
-document.addEventListener("htmx:after:swap", () => {
+function ahead() {
   for (const [id, pool] of waiting) {
     const form = document.getElementById(id);
     if (form) paint(form, pool.number);
   }
-});
+}
+
+document.addEventListener("htmx:before:settle", ahead);  // before the older number is drawn
+document.addEventListener("htmx:after:swap", ahead);

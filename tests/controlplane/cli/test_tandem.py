@@ -136,6 +136,22 @@ def test_scale_one_pool_or_both(apply: Any, tandem: Tandem) -> None:
     assert tandem("scale", "wide").code == 1
 
 
+@pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("Yes\n", 0), ("n\n", 1), ("\n", 1), ("", 1)])
+def test_at_a_terminal_it_asks(
+    apply: Any, tandem: Tandem, monkeypatch: pytest.MonkeyPatch, answer: str, code: int
+) -> None:
+    apply(document("asked"))
+    tandem("scale", "asked", "--decode", "1")
+    terminal = io.StringIO(answer)
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    done = tandem("scale", "asked", "--decode", "0")
+    assert done.code == code
+    assert done.err.startswith("Nobody will answer requests for asked until decode is scaled up again.\nGo on? [y/N] ")
+    wanted = json.loads(tandem("get", "deployments", "asked", "-o", "json").out)["condition"]["wanted"]
+    assert wanted["decode"] == code, "0 only where the answer was yes"
+
+
 def test_delete(apply: Any, tandem: Tandem) -> None:
     apply(document("gone"))
     asked = tandem("delete", "gone")
