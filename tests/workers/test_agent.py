@@ -213,6 +213,17 @@ def test_what_is_not_wanted_ends_and_leaves_the_report(node: Node) -> None:
     assert running(second.pid)
 
 
+def test_an_agent_told_to_stop_says_that_its_node_takes_nothing_more(node: Node) -> None:
+    up(node, assignment("d", D))
+    assert not node.mailbox.reports[-1].leaving
+    node.agent.stop_all()
+    last = node.mailbox.reports[-1]
+    assert last.leaving
+    assert [(one.phase, one.stopped, one.detail) for one in last.engines] == [
+        (Phase.EXITED, True, "Stopped: its agent stops.")
+    ]
+
+
 def test_a_newer_attempt_takes_the_older_ones_place(node: Node) -> None:
     (old,) = up(node, assignment("d", D))
     node.want(assignment("d", D, attempt=2))
