@@ -55,6 +55,12 @@ def _attempt(row: Row) -> str:
     return f"{failed}, again in {max(left, 0):.0f}s"
 
 
+def _distrust(row: Row) -> str:
+    if row["cut_off"]:
+        return ", cut off"
+    return ", reports cannot be read" if row["report_error"] else ""
+
+
 def _clock(row: Row) -> str:
     offset = row["clock_offset"]
     return "" if offset is None or abs(offset) < CLOCK_OFF else f", clock {offset:+.0f}s"
@@ -117,7 +123,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
     ),
     "nodes": (
         Column("NAME", lambda r: r["name"]),
-        Column("STATUS", lambda r: r["status"] + (", cordoned" if r["cordoned"] else "") + _clock(r)),
+        Column("STATUS", lambda r: r["status"] + (", cordoned" if r["cordoned"] else "") + _distrust(r) + _clock(r)),
         Column("ADDRESS", lambda r: r["address"]),
         Column("ENGINES", lambda r: str(r["engines"])),
         Column("REPORT", lambda r: "never" if r["last_report_age"] is None else f"{r['last_report_age']:.0f}s ago"),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from controlplane.cli import tables
 from controlplane.fleet import wire
 
 Tandem = Callable[..., Any]
@@ -273,3 +274,24 @@ def test_without_key_or_control_plane_it_says_what_to_do(tandem: Tandem, monkeyp
 def test_it_never_loads_django() -> None:
     code = "import sys, controlplane.cli; print([m for m in sys.modules if m.split('.')[0] in ('django', 'celery', 'redis')])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({}, "reporting"),
+        ({"report_error": "sequence: it is above 9"}, "reporting, reports cannot be read"),
+        ({"report_error": "x", "cut_off": "took 700 MiB of Redis"}, "reporting, cut off"),
+    ],
+)
+def test_a_node_that_is_not_trusted_is_told_in_the_list(row: dict[str, Any], said: str) -> None:
+    node = {
+        "name": "n1",
+        "status": "reporting",
+        "cordoned": False,
+        "report_error": "",
+        "cut_off": "",
+        "clock_offset": None,
+    }
+    (cell,) = [column.cell({**node, **row}) for column in tables.COLUMNS["nodes"] if column.title == "STATUS"]
+    assert cell == said
