@@ -68,7 +68,8 @@ class Config(Struct, frozen=True, kw_only=True):
         path = self.home_path()
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            path.chmod(0o700)
+            if path.stat().st_uid == os.geteuid():  # a volume may be somebody else's, and be written as a group's
+                path.chmod(0o700)
             tempfile.TemporaryFile(dir=path).close()
         except OSError as error:
             raise InvalidInput(

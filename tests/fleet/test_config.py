@@ -110,6 +110,16 @@ def test_a_secret_file_that_cannot_be_used_is_named(content: bytes | str | None,
     assert "hush" not in refused.value.message
 
 
+def test_the_state_folder_is_made_and_narrowed(tmp_path: Path) -> None:
+    for home in (tmp_path / "new" / "one", tmp_path / "wide"):
+        (tmp_path / "wide").mkdir(mode=0o755, exist_ok=True)
+        assert Config(home=str(home)).made_home() == home
+        assert home.stat().st_mode & 0o777 == 0o700
+        assert not list(home.iterdir())
+    with pytest.raises(InvalidInput, match="TANDEM_HOME: /proc/x cannot be used"):
+        Config(home="/proc/x").made_home()
+
+
 @given(
     name=st.sampled_from([v.name for v in VARIABLES] + [v.name + "_FILE" for v in VARIABLES if v.secret]),
     text=st.text(st.characters(exclude_characters="\0"), max_size=60),
