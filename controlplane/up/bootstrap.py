@@ -67,7 +67,11 @@ def _stamped(extra: str) -> list[str]:
 
 
 def _packages() -> set[str]:
-    return {path.name for path in VENV.glob("lib/python3*/site-packages/*") if path.name != "__pycache__"}
+    """What can be imported: no names that change with a version, as somebody may have tried another one."""
+    names = {path.name for path in VENV.glob("lib/python3*/site-packages/*")}
+    return {
+        name for name in names if not name.startswith("__") and not name.endswith((".dist-info", ".egg-info", ".pth"))
+    }
 
 
 def _digest() -> str:
