@@ -320,7 +320,7 @@ class Fault(Struct, frozen=True):
     """Id of the engine at fault; of a pair: its decode engine."""
     attempt: Whole
     cause: str
-    """A short code: `status-500`, `silent`, `reset`, `decode-computed`."""
+    """A short code: `prefill-status-404`, `transfer-silent` (with KV to fetch), `decode-reset`, `decode-computed`."""
     reason: str
     """One sentence for people: the engines' names, the stage and, of a transfer, the side channel's host:port where known."""
     seconds: Seconds
