@@ -104,6 +104,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="IP",
         help="of the node's engines, if the node reaches the control plane from another",
     )
+    _add_yes(token)
 
     bench = commands.add_parser("bench", help="experiments against the OpenAI endpoint").add_subparsers(
         dest="action", required=True, metavar="prefixes"

@@ -228,6 +228,12 @@ _KEY_ACTIONS = {
 
 
 def join_token(client: Client, arguments: argparse.Namespace) -> int:
+    if arguments.node and arguments.node in [node["name"] for node in client.call("GET", "nodes")["items"]]:
+        _agree(
+            arguments,
+            f"Whoever joins with this token is {arguments.node}: the machine that is {arguments.node} now loses its access, and "
+            "its engines start anew.",
+        )
     body = {"hours": arguments.hours, "node": arguments.node, "address": arguments.address}
     answer = client.call("POST", "join-tokens", body={name: value for name, value in body.items() if value})
     print(

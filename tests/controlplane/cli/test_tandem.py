@@ -236,6 +236,15 @@ def test_join_token_prints_the_token_alone(tandem: Tandem, web: Any) -> None:
     assert done.out.strip() not in done.err
 
 
+def test_a_token_that_takes_a_node_over_is_asked_about(apply: Any, tandem: Tandem, web: Any) -> None:
+    apply(document("there"))
+    web.engine("there", "there-decode-0-aaaa")  # on the node n1
+    asked = tandem("join-token", "--node", "n1")
+    assert (asked.code, asked.out) == (1, "")
+    assert "the machine that is n1 now loses its access" in asked.err
+    assert tandem("join-token", "--node", "n1", "--yes").out.startswith("tdj-")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
