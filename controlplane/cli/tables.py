@@ -13,10 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from controlplane.fleet.model import Role
+from controlplane.nodes.clock import WORTH_SAYING
 
 Row = dict[str, Any]
-CLOCK_OFF = 10.0
-"""Seconds by which a node's clock must be off to be worth a word."""
 
 
 class Column(NamedTuple):
@@ -63,7 +62,7 @@ def _distrust(row: Row) -> str:
 
 def _clock(row: Row) -> str:
     offset = row["clock_offset"]
-    return "" if offset is None or abs(offset) < CLOCK_OFF else f", clock {offset:+.0f}s"
+    return "" if offset is None or abs(offset) < WORTH_SAYING else f", clock {offset:+.0f}s"
 
 
 def _hardware(row: Row) -> str:

@@ -98,7 +98,7 @@ chapters = st.fixed_dictionaries(
 
 
 @settings(
-    max_examples=30, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+    max_examples=20, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )  # shrinking takes minutes
 @given(st.lists(chapters, min_size=1, max_size=4))
 def test_nothing_goes_to_the_dead_and_the_living_lose_nothing(story: list[dict[str, Any]]) -> None:
