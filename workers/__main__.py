@@ -28,10 +28,11 @@ from controlplane.fleet.config import Config, load
 from controlplane.fleet.errors import Conflict, TandemError
 from controlplane.fleet.model import EngineAssignment, GpuFacts, NodeFacts, Ports, Runtime
 from controlplane.fleet.this_node import agents_folder
-from workers import command, hardware, models, runtimes, tokenizer_folder
+from workers import command, engine_user, hardware, models, runtimes, tokenizer_folder
 from workers.agent import Agent
 from workers.app import WakeWorker
 from workers.claim import Claimant
+from workers.engine_user import EngineUser
 from workers.join import Identity, identify, is_replaced
 from workers.launch import Launcher, Progress
 from workers.logs import LogShipper, Source
@@ -59,6 +60,7 @@ def main() -> int:
         for chatty in ("httpx", "httpcore", "kombu", "celery"):
             logging.getLogger(chatty).setLevel(logging.WARNING)
         agents = agents_folder(config.made_home())
+        user = engine_user.chosen(config)
         name = choose_name(config.node_name, config.made_home(), hostname=socket.gethostname())
         folder = private_folder(agents / name)
         with lock(folder, name):
@@ -72,7 +74,7 @@ def main() -> int:
                 address=partial(hardware.choose_address, config.node_address),
                 sleep=until(stopping),
             )
-            Node(config, folder, identity).run(stopping)
+            Node(config, folder, identity, user).run(stopping)
     except TandemError as error:
         print(error.message, file=sys.stderr)
         return 1
@@ -122,8 +124,9 @@ def offered(wanted: str, able: tuple[Runtime, ...]) -> tuple[Runtime, ...]:
 class Node:
     """The parts of one agent process, put together from its settings."""
 
-    def __init__(self, config: Config, folder: Path, identity: Identity) -> None:
+    def __init__(self, config: Config, folder: Path, identity: Identity, user: EngineUser | None) -> None:
         self._config = config
+        self._user = user
         self._cache = config.cache_path()
         self._address = hardware.choose_address(config.node_address, identity.control_plane)
         if identity.address and identity.address != self._address:
@@ -142,9 +145,10 @@ class Node:
             span=config.engine_port_range(),
             ensure_runtime=self._ensure_runtime,
             ensure_model=self._ensure_model,
-            ensure_tokenizer=partial(tokenizer_folder.ensure, cache=self._cache),
+            ensure_tokenizer=partial(tokenizer_folder.ensure, cache=self._cache, user=user),
             build=self._build,
             chance=random.SystemRandom(),
+            user=user,
         )
         self._claimant = Claimant(identity.name, redis, lock=folder / LOCK)
         self.agent = Agent(
@@ -208,12 +212,18 @@ class Node:
         return offered(self._config.runtime, runtimes.installable(gpus))
 
     def _ensure_runtime(self, kind: Runtime, *, progress: Progress) -> runtimes.EngineRuntime:
-        return runtimes.ensure(kind, cache=self._cache, progress=progress)
+        runtime = runtimes.ensure(kind, cache=self._cache, progress=progress)
+        if self._user and kind is not Runtime.SIM:
+            self._user.let_read(runtime.python.parent.parent)
+        return runtime
 
     def _ensure_model(self, model: str, *, runtime: runtimes.EngineRuntime, progress: Progress) -> Path:
-        return models.ensure(
+        folder = models.ensure(
             model, runtime=runtime, cache=self._cache, hf_token=self._config.hf_token, progress=progress
         )
+        if self._user:
+            self._user.let_read(folder)
+        return folder
 
     def _build(
         self, assignment: EngineAssignment, *, runtime: runtimes.EngineRuntime, model_path: Path | None, ports: Ports
@@ -226,6 +236,7 @@ class Node:
             ports=ports,
             facts=self._facts(),
             cpu_threads=self._threads,
+            home=self._user.home if self._user else None,
         )
 
     def _tokenizers(self) -> dict[str, Path]:

@@ -21,6 +21,7 @@ from typing import IO
 
 from controlplane.fleet import config
 from controlplane.fleet.errors import Unavailable
+from workers.engine_user import EngineUser, as_user
 
 Progress = Callable[[str, float | None], None]
 """Takes a sentence and the share done (0..1, None: unknown). What it raises ends the build."""
@@ -59,17 +60,18 @@ class Site:
         env: Mapping[str, str],
         on_line: Callable[[str], None] | None = None,
         cwd: Path | None = None,
+        user: EngineUser | None = None,
     ) -> None:
         """Run one step to its end; its output goes to the log, and line by line to `on_line`.
 
-        `env` is the whole environment. Raises `StepFailed`.
+        `env` is the whole environment. A step of another `user` works in `cwd` and does not hold the lock. Raises `StepFailed`.
         """
         with self.log.open("a") as log:
             log.write(f"$ {' '.join(argv)}\n")
             log.flush()
             process = subprocess.Popen(
                 argv, env=dict(env), cwd=cwd or self.folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, pass_fds=(self._lock.fileno(),),
+                stderr=subprocess.STDOUT, pass_fds=() if user else (self._lock.fileno(),), **as_user(user),
             )  # fmt: skip
             try:
                 last: list[str] = []

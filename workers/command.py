@@ -43,11 +43,13 @@ def build(
     ports: Ports,
     facts: NodeFacts,
     cpu_threads: int,
+    home: Path | None = None,
 ) -> Command:
     """The command of one engine on this node.
 
     `model_path` is the prepared folder (None for a stand-in that has words of its own), `address` the node's private IP
-    address, `cpu_threads` the threads of a CPU engine.
+    address, `cpu_threads` the threads of a CPU engine, `home` the one of
+    the user that it runs as, if that is not the agent's.
     """
     if runtime.kind is Runtime.SIM:
         return _sim(assignment, runtime=runtime, model_path=model_path, address=address, ports=ports)
@@ -62,7 +64,7 @@ def build(
         *_memory(assignment.spec, runtime.kind),
         *_sockets(assignment.spec.role, runtime.kind, address, ports),
     ]
-    env = _environment(assignment.secret, runtime, address, ports)
+    env = _environment(assignment.secret, runtime, address, ports, home)
     env |= _cpu(cpu_threads, facts.interface) if runtime.kind is Runtime.CPU else _gpu(assignment.gpus)
     return Command(tuple(argv), env)
 
@@ -125,8 +127,11 @@ def binding_endpoint(address: str, port: int) -> str:
     return f"tcp://[::ffff:{ipaddress.IPv4Address(address)}]:{port}"
 
 
-def _environment(secret: str, runtime: EngineRuntime, address: str, ports: Ports) -> dict[str, str]:
-    caches = runtime.python.parent.parent / "cache"  # compiled kernels belong to one runtime, and go with it
+def _environment(secret: str, runtime: EngineRuntime, address: str, ports: Ports, home: Path | None) -> dict[str, str]:
+    installed = runtime.python.parent.parent
+    caches = (
+        home / installed.name if home else installed / "cache"
+    )  # compiled kernels belong to one runtime, and go with it
     env = {
         "VLLM_API_KEY": secret,
         "VLLM_HOST_IP": address,

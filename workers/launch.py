@@ -16,6 +16,7 @@ from controlplane.fleet.errors import RuntimeBroken
 from controlplane.fleet.model import EngineAssignment, Phase, Ports, Runtime
 from workers import ports
 from workers.command import Command
+from workers.engine_user import EngineUser
 from workers.process import EngineProcess
 from workers.runtimes import EngineRuntime
 from workers.tokenizer_folder import Tokenizer
@@ -66,6 +67,7 @@ class Launcher:
         ensure_tokenizer: EnsureTokenizer,
         build: BuildCommand,
         chance: random.Random,
+        user: EngineUser | None = None,
     ) -> None:
         self.address = address
         self._span = span
@@ -74,6 +76,7 @@ class Launcher:
         self._ensure_tokenizer = ensure_tokenizer
         self._build = build
         self._chance = chance
+        self._user = user
         self._guard = threading.Lock()
         self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._promised: dict[tuple[str, int], Ports] = {}
@@ -121,7 +124,7 @@ class Launcher:
     def start(self, command: Command, folder: Path) -> EngineProcess:
         """Raises `RuntimeBroken` when the runtime's program cannot be executed, `OSError` when the disk is full."""
         try:
-            return EngineProcess.launch(command.argv, command.env, folder)
+            return EngineProcess.launch(command.argv, command.env, folder, user=self._user)
         except OSError as error:
             if error.filename != command.argv[0]:
                 raise

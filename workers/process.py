@@ -15,7 +15,6 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,10 +24,12 @@ import psutil
 
 from controlplane.fleet.config import VARIABLES
 from controlplane.fleet.outbound import with_no_proxy
+from workers.engine_user import EngineUser, as_user, temporary_folder
 from workers.record import LOG, open_appending, private_folder
 
 TEMPORARY = "tmp"
-"""In an attempt's folder, while it runs: a link to its temporary folder, as the names of sockets must be short."""
+"""In an attempt's folder, while it runs: a link to its temporary folder, as the names of sockets must be short. An engine of another
+user works there, as that user may not enter the attempt's folder."""
 
 
 def boot_id() -> str:
@@ -56,14 +57,17 @@ def stat(pid: int) -> Stat | None:
 
 
 def members(folder: Path) -> list[int]:
-    """Every process that works in an attempt's folder: the engine, what it started, and what outlived it.
+    """Every process that works in an attempt's folder or its temporary one: the engine, what it started, and what outlived it.
 
     One with a terminal is somebody who looks at the log, not ours.
     """
     found = []
+    places = {folder}
+    with contextlib.suppress(OSError):
+        places.add((folder / TEMPORARY).readlink())
     for pid in psutil.pids():
         try:
-            if Path(f"/proc/{pid}/cwd").readlink() != folder:
+            if Path(f"/proc/{pid}/cwd").readlink() not in places:
                 continue
         except OSError:
             continue
@@ -90,25 +94,30 @@ class EngineProcess:
         self._child = child
 
     @classmethod
-    def launch(cls, argv: Sequence[str], env: Mapping[str, str], folder: Path) -> EngineProcess:
+    def launch(
+        cls, argv: Sequence[str], env: Mapping[str, str], folder: Path, *, user: EngineUser | None = None
+    ) -> EngineProcess:
         """Starts the engine in its own session, working in its folder, its output appended to the attempt's log, its
-        temporary files in a folder that `sweep` removes.
+        temporary files in a folder that `sweep` removes. As another `user` it works in the latter, and of the log it has
+        nothing but the open file.
 
         Raises `OSError` when the program cannot be executed.
         """
         folder = private_folder(folder).resolve()
         _remove_temporary(folder)
-        (folder / TEMPORARY).symlink_to(temporary := tempfile.mkdtemp(prefix="tandem-engine-"))
+        (folder / TEMPORARY).symlink_to(temporary := temporary_folder(user))
+        inherited = base_environment(os.environ)
         try:
             with open_appending(folder / LOG) as log:
                 child = subprocess.Popen(
                     argv,
-                    env={**base_environment(os.environ), "TMPDIR": temporary, **env},
-                    cwd=folder,
+                    env={**(user.environment(inherited) if user else inherited), "TMPDIR": temporary, **env},
+                    cwd=temporary if user else folder,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
+                    **as_user(user),
                 )
         except OSError:
             _remove_temporary(folder)

@@ -19,6 +19,7 @@ from controlplane.fleet import tokenizer_files
 from controlplane.fleet.errors import Unavailable
 from controlplane.fleet.model import Runtime
 from workers.cache_folder import Progress, Site, StepFailed, clean_environment, make_once
+from workers.engine_user import EngineUser, read_made, temporary_folder
 from workers.record import write_private
 from workers.runtimes import EngineRuntime
 
@@ -73,10 +74,17 @@ def read_options(arguments: Sequence[str]) -> Options:
 
 
 def ensure(
-    model: Path, arguments: Sequence[str], *, runtime: EngineRuntime, cache: Path, progress: Progress
+    model: Path,
+    arguments: Sequence[str],
+    *,
+    runtime: EngineRuntime,
+    cache: Path,
+    progress: Progress,
+    user: EngineUser | None = None,
 ) -> Tokenizer:
     """The tokenizer of the engine that loads this model with these arguments. Where its files cannot be had, it is the
-    model's folder, unproved; what `progress` raises ends the work."""
+    model's folder, unproved; what `progress` raises ends the work. `user`: whom the runtime's
+    interpreter runs as, as it may run the model's code."""
     options = read_options(arguments)
     source = Path(options.tokenizer) if options.tokenizer.startswith("/") else model
     try:
@@ -87,7 +95,7 @@ def ensure(
         folder = cache / "tokenizers" / inputs
         make_once(
             folder,
-            lambda site: _build(site, source, template, options, runtime),
+            lambda site: _build(site, source, template, options, runtime, user),
             what=f"the tokenizer of {model.name}",
             progress=progress,
             needs_bytes=_BYTES,
@@ -122,17 +130,21 @@ def _digest_of_inputs(source: Path, template: str | None, options: Options, runt
     return whole.hexdigest()[:24]
 
 
-def _build(site: Site, source: Path, template: str | None, options: Options, runtime: EngineRuntime) -> None:
+def _build(
+    site: Site,
+    source: Path,
+    template: str | None,
+    options: Options,
+    runtime: EngineRuntime,
+    user: EngineUser | None,
+) -> None:
     site.folder.chmod(0o700)  # what is copied may be for this user alone
     for name, content in read_files(source).items():
         (site.folder / name).parent.mkdir(exist_ok=True)
         write_private(site.folder / name, content)
     if runtime.kind is not Runtime.SIM:
         site.report(f"Reading the tokenizer of {source.name}.")
-        argv = [str(runtime.python), "-I", str(_SCRIPT), str(source), str(site.folder)]
-        argv += ["--trust-remote-code"] if options.trust_remote_code else []
-        env = clean_environment() | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-        site.run(argv, env=env)
+        _load(site, source, options, runtime, user)
         (site.folder / "special_tokens_map.json").unlink(missing_ok=True)  # the script has put them in one place
     if template is not None:
         _use(template, site.folder)
@@ -145,6 +157,23 @@ def _build(site: Site, source: Path, template: str | None, options: Options, run
         write_private(site.folder / tokenizer_files.OPTIONS, json.dumps(told, ensure_ascii=False).encode())
     for path in site.folder.rglob("*"):  # also what the script has written
         path.chmod(0o700 if path.is_dir() else 0o600)
+
+
+def _load(site: Site, source: Path, options: Options, runtime: EngineRuntime, user: EngineUser | None) -> None:
+    """Lets the engine's loader write what it makes of the files."""
+    made = Path(temporary_folder(user)) if user else site.folder
+    argv = [str(runtime.python), "-I", str(_SCRIPT), str(source), str(made)]
+    argv += ["--trust-remote-code"] if options.trust_remote_code else []
+    env = user.environment(clean_environment()) if user else clean_environment()
+    env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    try:
+        site.run(argv, env=env, cwd=made, user=user)
+        if user:
+            for name in ("tokenizer.json", "tokenizer_config.json"):
+                write_private(site.folder / name, read_made(made / name, user, most=_BYTES))
+    finally:
+        if user:
+            shutil.rmtree(made, ignore_errors=True)
 
 
 def _use(template: str, folder: Path) -> None:

@@ -7,6 +7,7 @@ start, in one sentence that names the variable and shows no secret.
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -51,6 +52,7 @@ class Config(Struct, frozen=True, kw_only=True):
     node_address: str = ""
     join_token: str = ""
     engine_ports: str = "21000-24999"
+    engine_user: str = ""
     engine_cpus: Annotated[int, Meta(ge=0, le=4096)] = 0
     hf_token: str = ""
     url: str = "http://127.0.0.1:8000"
@@ -139,6 +141,15 @@ def _node_name(text: str) -> str:
         return checked_node_name(text)
     except InvalidInput as error:
         raise InvalidInput(error.message.removeprefix("name: ")) from None
+
+
+def _user(text: str) -> str:
+    """The name or number of a user, whether this machine has it or not."""
+    if text.isascii() and text.isdecimal() and len(text) < 11 and 0 < int(text) < 2**32 - 1:
+        return str(int(text))
+    if text == "root" or not re.fullmatch(r"[a-z_][a-z0-9_.-]{0,31}", text, re.IGNORECASE | re.ASCII):
+        raise InvalidInput("write the name or number of a user that is not root")
+    return text
 
 
 def _switch(text: str) -> str:
@@ -233,6 +244,12 @@ VARIABLES = (
         check=addresses.key,
     ),
     Variable("TANDEM_ENGINE_PORTS", "engine_ports", "Ports for engines: LOW-HIGH.", check=addresses.port_range),
+    Variable(
+        "TANDEM_ENGINE_USER",
+        "engine_user",
+        "User (name or number) that an agent of root runs its engines as; default: the agent's own.",
+        check=_user,
+    ),
     Variable("TANDEM_ENGINE_CPUS", "engine_cpus", "Threads of one CPU engine; 0: chosen from the cores."),
     Variable(
         "HF_TOKEN",
