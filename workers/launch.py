@@ -128,6 +128,12 @@ class Launcher:
         except OSError as error:
             if error.filename != command.argv[0]:
                 raise
+            if self._user and isinstance(error, PermissionError):
+                raise RuntimeBroken(
+                    f"{self._user.name}, as which engines run here, cannot execute {Path(command.argv[0]).resolve()}; remove the "
+                    f"folder {Path(command.argv[0]).parent.parent}, and the engine runtime is installed again with the agent's "
+                    "Python"
+                ) from error
             raise RuntimeBroken(f"{command.argv[0]}: {error.strerror}; the engine runtime is damaged") from error
 
     def promise(self, engine: str, attempt: int, taken: Ports) -> None:

@@ -24,6 +24,7 @@ SECRET = "not-for-argv"
 def made(kind: Runtime = Runtime.CPU, role: Role = Role.DECODE, *, ports: Ports = PORTS, **changes: Any) -> Command:
     interface = changes.pop("interface", "eth1")
     gpus = changes.pop("gpus", ())
+    home = changes.pop("home", None)
     spec = EngineSpec(model="hub:o/n", served_name="org/m", role=role, runtime=kind, **changes)
     return build(
         EngineAssignment(
@@ -38,6 +39,7 @@ def made(kind: Runtime = Runtime.CPU, role: Role = Role.DECODE, *, ports: Ports 
             interface=interface,
         ),
         cpu_threads=3,
+        home=home,
     )  # fmt: skip
 
 
@@ -68,6 +70,18 @@ def test_the_secret_is_in_the_environment_alone(kind: Runtime, role: Role) -> No
     made_command = made(kind, role)
     assert made_command.env["VLLM_API_KEY"] == SECRET
     assert not any(SECRET in argument for argument in made_command.argv)
+
+
+def test_what_engines_compile_lies_with_the_runtime_or_in_the_home_of_their_own_user() -> None:
+    for home, caches in (
+        (None, PYTHON.parent.parent / "cache"),
+        (Path("/home/e"), Path("/home/e", PYTHON.parent.parent.name)),
+    ):
+        env = made(home=home).env
+        assert env["XDG_CACHE_HOME"] == str(caches)
+        folders = [env[name] for name in env if name.endswith(("_ROOT", "_CACHE_DIR"))]
+        assert len(folders) == 4
+        assert all(Path(folder).is_relative_to(caches) for folder in folders)
 
 
 @pytest.mark.parametrize("kind", list(Runtime))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import sys
 import tempfile
@@ -17,14 +18,17 @@ import psutil
 import pytest
 
 from controlplane.fleet.config import Config
-from controlplane.fleet.errors import InvalidInput, ModelUnavailable
+from controlplane.fleet.errors import InvalidInput, ModelUnavailable, RuntimeBroken
 from controlplane.fleet.model import Runtime
-from tests.workers.conftest import until
+from tests.workers.conftest import build_sim, no_model, sim_runtime, until
 from workers import engine_user, tokenizer_folder
+from workers.command import Command
 from workers.engine_user import EngineUser, chosen, find
+from workers.launch import Launcher
 from workers.process import EngineProcess, boot_id, members, sweep
 from workers.record import LOG, Records, write_private
 from workers.runtimes import EngineRuntime
+from workers.tokenizer_folder import Tokenizer
 
 PYTHON = Path("/usr/bin/python3")
 as_root = pytest.mark.skipif(
@@ -235,6 +239,28 @@ def test_what_would_not_work_or_not_protect_is_told_before_anything_starts(
         engine_user.check(user, python=python, state=state, starts=starts)
     assert refused.value.message.startswith("TANDEM_ENGINE_USER: ")
     assert len(refused.value.message.splitlines()) == 1
+
+
+@as_root
+def test_a_runtime_that_it_cannot_execute_is_named(user: EngineUser, tmp_path: Path) -> None:
+    launcher = Launcher(
+        address="127.0.0.1",
+        span=(23000, 23003),
+        ensure_runtime=sim_runtime,
+        ensure_model=no_model,
+        ensure_tokenizer=lambda model, arguments, *, runtime, progress: Tokenizer(model, ""),
+        build=build_sim,
+        chance=random.Random(),
+        user=user,
+    )
+    python = user.cache / "runtimes" / "r" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    (tmp_path / "python").symlink_to(PYTHON)
+    python.symlink_to(tmp_path / "python")
+    tmp_path.chmod(0o700)
+    with pytest.raises(RuntimeBroken, match=f"nobody.* cannot execute /.*; remove the folder {user.cache}/runtimes/r,"):
+        launcher.start(Command((str(python),), {}), tmp_path / "attempt")
+    assert not os.path.lexists(tmp_path / "attempt" / "tmp")
 
 
 def test_an_agent_that_is_not_root_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
