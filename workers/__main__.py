@@ -198,7 +198,8 @@ class Node:
         if not hardware.has_address(self._address):
             self._look_for_address()
         facts = hardware.read_facts(self._address, disk=self._cache, engine_pids=pids, runtimes=self._offered)
-        return replace(facts, engine_ports=self._config.engine_port_range())
+        runs_as = engine_user.name_of(self._user)
+        return replace(facts, engine_ports=self._config.engine_port_range(), engine_user=runs_as)
 
     def _look_for_address(self) -> None:
         time.sleep(ADDRESS_GONE_SECONDS)  # an interface that is restarted

@@ -151,6 +151,16 @@ def find(text: str, cache: Path) -> EngineUser:
     return EngineUser(name, uid, gid, tuple(sorted(groups)), cache)
 
 
+def name_of(user: EngineUser | None) -> str:
+    """For people. None: the agent's own user."""
+    if user is not None:
+        return user.name
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
+
+
 def chosen(config: Config) -> EngineUser | None:
     """The user of this agent's engines, tried out. None: the agent's own. Raises `InvalidInput`: a sentence with the remedy."""
     if not config.engine_user:

@@ -122,9 +122,11 @@ class NodeFacts(Struct, frozen=True):
     """The range from which its engines take their ports, both ends included; None: not told."""
     runtimes: Annotated[tuple[Runtime, ...], Meta(max_length=8)] = (Runtime.SIM,)
     """What this node can run, best first (installed or installable)."""
+    engine_user: str = ""
+    """The user that its engines run as; empty: not told."""
 
     def __post_init__(self) -> None:
-        cut_sentences(self, "hostname", "interface", "driver", "agent_version", longest=255)
+        cut_sentences(self, "hostname", "interface", "driver", "agent_version", "engine_user", longest=255)
 
 
 class Ports(Struct, frozen=True):

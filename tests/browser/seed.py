@@ -84,6 +84,7 @@ def node(
         native_bf16=bool(gpus),
         driver="570.86.15" if gpus else "",
         agent_version="0.1.0",
+        engine_user="tandem" if gpus else "root",
         runtimes=(Runtime.GPU, Runtime.SIM) if gpus else (Runtime.CPU, Runtime.SIM),
     )
     never = report_age is None

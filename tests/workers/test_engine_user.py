@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import random
 import shutil
 import sys
@@ -281,6 +282,8 @@ def test_users_are_found_by_name_or_number(tmp_path: Path) -> None:
     named = find("nobody", tmp_path)
     assert find(str(named.uid), tmp_path) == named
     assert named.gid in named.groups
+    assert engine_user.name_of(named) == "nobody"
+    assert engine_user.name_of(None) == pwd.getpwuid(os.geteuid()).pw_name
     unknown = find("4000123", tmp_path)
     assert (unknown.name, unknown.uid, unknown.gid) == ("4000123", 4000123, 4000123)
     with pytest.raises(InvalidInput, match="no user nobody-of-this-name; make it: useradd"):

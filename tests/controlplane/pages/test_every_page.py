@@ -211,6 +211,16 @@ def test_stand_ins_say_that_they_are_stand_ins_wherever_they_are_shown() -> None
     ]
 
 
+def test_a_node_tells_as_whom_its_engines_run() -> None:
+    seed.node("box")
+    seed.node("gpu", gpus=1)
+    client = signed_in("viewer")
+    box, gpu = (client.get(f"/nodes/{name}/").content.decode() for name in ("box", "gpu"))
+    assert "set TANDEM_ENGINE_USER" in box
+    assert "tandem</dd>" in gpu
+    assert "TANDEM_ENGINE_USER" not in gpu
+
+
 def test_an_empty_site_tells_the_next_step() -> None:
     client = signed_in("admin")
     assert "Three steps to a first answer" in client.get("/").content.decode()
