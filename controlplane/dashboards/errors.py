@@ -6,7 +6,7 @@ from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 
 from controlplane.dashboards import kept
-from controlplane.dashboards.page import failure, is_htmx, page
+from controlplane.dashboards.page import failure, is_htmx, page, signed_out
 from controlplane.fleet.errors import Forbidden, NotFound
 
 
@@ -31,4 +31,6 @@ def stale_form(request: HttpRequest, reason: str = "") -> HttpResponse:
             return page(request, "again.html", context, status=403)
     if request.user.is_authenticated:
         return failure(request, Forbidden(said))
+    if is_htmx(request):  # cookies were cleared
+        return signed_out()
     return render(request, "bare.html", {"title": "Reload and try again", "message": said}, status=403)

@@ -84,7 +84,7 @@ def signed_in(view: View[P]) -> View[P]:
     def guarded(request: HttpRequest, *args: P.args, **kwargs: P.kwargs) -> HttpResponse:
         if not request.user.is_authenticated:
             if is_htmx(request) or request.headers.get("Accept") == "application/json":
-                return HttpResponse(status=401, headers={"HX-Reswap": "none"})
+                return signed_out()
             return kept.ask_to_sign_in(request) or redirect(f"{reverse('login')}?next={quote(kept.page_of(request))}")
         target = reverse("password")
         if MUST_CHOOSE in request.session and request.path != target:
@@ -95,6 +95,11 @@ def signed_in(view: View[P]) -> View[P]:
             return failure(request, error)
 
     return cast(View[P], guarded)  # `wraps` keeps the signature, its type does not
+
+
+def signed_out() -> HttpResponse:
+    """What scripts hear when nobody is signed in: they change nothing, and let the reader sign in over the page."""
+    return HttpResponse(status=401, headers={"HX-Reswap": "none"})
 
 
 def problems_of(error: TandemError | None) -> Sequence[TandemError]:
