@@ -18,6 +18,8 @@ _UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,251}[a-z0-9_])?\.?", re.IGNORECASE)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]{0,30}://(?:\[[0-9a-f:.]+\]|[a-z0-9_.-]{1,253})(?::[0-9]{1,5})?")
 _HALF_ENCODED = re.compile("%(?![0-9A-Fa-f]{2})")
+PORTS_OF_ENGINE = 4
+_NO_PORT = "its port is not from 1 to 65535"
 _REDIS_OPTIONS = {"db", "ssl_cert_reqs", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname"}
 _POSTGRES_OPTIONS = {
     "application_name", "channel_binding", "connect_timeout", "gssencmode", "host", "keepalives", "keepalives_count",
@@ -124,7 +126,8 @@ def ip_address(text: str) -> str:
         address = ipaddress.ip_address(text.removeprefix("[").removesuffix("]"))
     except ValueError:
         raise InvalidInput("write an IP address of this machine, such as 127.0.0.1 or 10.0.0.5") from None
-    if address.is_multicast or "%" in text or address == ipaddress.IPv4Address("255.255.255.255"):
+    link_local = address.version == 6 and address.is_link_local  # means nothing without its interface
+    if address.is_multicast or link_local or "%" in text or address == ipaddress.IPv4Address("255.255.255.255"):
         raise InvalidInput(
             "nothing can listen on that address; write one of this machine, such as 127.0.0.1 or 10.0.0.5"
         )
@@ -189,12 +192,14 @@ def origins(text: str) -> str:
 
 
 def port_range(text: str) -> str:
-    """`LOW-HIGH`, both from 1 to 65535."""
+    """`LOW-HIGH`, both from 1 to 65535, with room for one engine."""
     low, dash, high = text.partition("-")
     if not (dash and all(part.isascii() and part.isdigit() and len(part) < 6 for part in (low, high))):
         raise InvalidInput("write two ports, LOW-HIGH, such as 21000-24999")
     if not 1 <= int(low) <= int(high) <= 65535:
         raise InvalidInput("write the lower port first, both from 1 to 65535, such as 21000-24999")
+    if int(high) - int(low) + 1 < PORTS_OF_ENGINE:
+        raise InvalidInput(f"one engine takes up to {PORTS_OF_ENGINE} ports; write a wider range, such as 21000-24999")
     return f"{int(low)}-{int(high)}"
 
 
@@ -212,15 +217,15 @@ def _split(text: str, schemes: tuple[str, ...], example: str) -> _Url:
     try:
         parts = urlsplit(text)
         port = parts.port
-    except ValueError:  # of brackets that are no IPv6 address, or of a port that is none
-        raise _broken(example) from None
+    except ValueError as error:  # of brackets that are no IPv6 address, or of a port that is none
+        raise _broken(example, _NO_PORT if "out of range" in str(error) else "it cannot be read") from None
     if parts.scheme not in schemes or not text.lower().startswith(f"{parts.scheme}://"):
         raise InvalidInput(f"write a URL such as {example}")
     rest = parts.path + parts.query
     if " " in text or "#" in text or "@" in rest or parts.netloc.count("@") > 1 or _HALF_ENCODED.search(text):
         raise _broken(example)
     if port == 0:
-        raise _broken(example, "its port is not from 1 to 65535")
+        raise _broken(example, _NO_PORT)
     before, _, where = parts.netloc.rpartition("@")
     user, colon, password = before.partition(":")
     credentials = f"{_encoded(user)}{colon}{_encoded(password)}@" if before.strip(":") else ""

@@ -41,6 +41,16 @@ def machine(config: Config) -> list[str]:
     for (one, port), (other, same) in itertools.combinations(named.items(), 2):
         if port == same:
             objections.append(f"{one} and {other} are both {port}; choose different ports.")
+    low, high = config.engine_port_range()
+    for name, port in named.items():
+        if low <= port <= high:
+            objections.append(
+                f"TANDEM_ENGINE_PORTS: {low}-{high} holds {port}, which is {name}'s; choose a range without it."
+            )
+    if config.node_address and refusal(config.node_address, 0) == errno.EADDRNOTAVAIL:
+        objections.append(
+            f"TANDEM_NODE_ADDRESS: {config.node_address} is not an address of this machine; `ip addr` lists those it has."
+        )
     objections += disk(config.home_path(), "TANDEM_HOME", HOME_BYTES)
     objections += cache(config)
     if config.runtime != "sim":
