@@ -64,6 +64,11 @@ def _address_towards(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))
+        except socket.gaierror as error:
+            raise InvalidInput(
+                f"the control plane's host {host} is not found ({error.strerror}): correct its name, or write its IPv4 address",
+                field="join",
+            ) from None
         except OSError as error:
             raise InvalidInput(
                 f"no route to {host} ({error.strerror}); set TANDEM_NODE_ADDRESS to this node's private address",

@@ -5,7 +5,9 @@ The token comes by environment or file, never by argv. A node that has joined ne
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -120,12 +122,14 @@ def ask_control_plane(url: str, application: Application) -> Identity | None:
     """One attempt. None: the control plane is not up yet.
 
     Raises `Forbidden` when it refuses (`NameInUse`: perhaps not for long), `InvalidInput` for a URL that no control plane
-    answers on.
+    answers on, or whose TLS this machine does not accept.
     """
     try:
         with httpx.Client(transport=httpx.HTTPTransport(proxy=proxy_for(url)), timeout=ASK_TIMEOUT_SECONDS) as client:
             answer = client.post(f"{url}/api/v1/nodes/join", json=msgspec.to_builtins(application))
-    except httpx.HTTPError:
+    except httpx.HTTPError as error:
+        if (why := _tls_objection(error)) is not None:
+            raise InvalidInput(f"--join {url}: {why}", field="join") from None
         return None
     if answer.status_code >= 500 or answer.status_code == 429:
         return None
@@ -153,11 +157,23 @@ def is_replaced(identity: Identity) -> bool:
         return False
 
 
+def _tls_objection(error: BaseException) -> str | None:
+    """What is wrong with the TLS at the other end, which waiting does not mend; None: it is something else."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLError):
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return f"its certificate is not accepted ({cause.verify_message}); name its authority's file in SSL_CERT_FILE"
+    if cause is not None and cause.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST"):
+        return "what answers there speaks no TLS; write http://"
+    return None
+
+
 def _message(answer: httpx.Response) -> str:
-    try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        return f"it answered {answer.status_code}; is {answer.url.host} a Tandem control plane?"
+    if answer.status_code not in (httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED):  # a router says so too
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            return str(answer.json()["error"]["message"])
+    return f"it answered {answer.status_code}; is {answer.url.netloc.decode()} a Tandem control plane?"
 
 
 def _await(

@@ -44,6 +44,11 @@ def test_an_address_that_would_not_do_is_refused_by_name(address: str) -> None:
         hardware.choose_address(address, "http://127.0.0.1:8000")
 
 
+def test_a_control_plane_whose_name_is_not_found_is_said() -> None:
+    with pytest.raises(InvalidInput, match=r"host tandem\.invalid is not found .*correct its name"):
+        hardware.choose_address("", "http://tandem.invalid:8000")
+
+
 def test_facts_of_this_machine(tmp_path: Path) -> None:
     seen = hardware.read_facts(
         "127.0.0.1", disk=tmp_path / "not" / "yet", engine_pids=(), runtimes=lambda gpus: (Runtime.SIM,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import stat
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 import redis
@@ -142,7 +144,8 @@ def test_a_name_that_seems_in_use_is_tried_for_a_while(control_plane: ControlPla
     ("status", "answer", "says"),
     [
         (403, {"error": {"code": "forbidden", "message": "this join token is used"}}, "this join token is used"),
-        (404, "<html>nothing here</html>", "is 127.0.0.1 a Tandem control plane"),
+        (404, "<html>nothing here</html>", r"is 127.0.0.1:\d+ a Tandem control plane"),
+        (404, {"error": {"message": "There is no /api/v1/nodes/join here."}}, "a Tandem control plane"),  # a router
         (400, {"detail": "odd"}, "answered 400"),
         (400, [], "answered 400"),
     ],
@@ -156,6 +159,23 @@ def test_a_refusal_is_one_sentence(
     assert "\n" not in refused.value.message
     assert "secret-token" not in refused.value.message
     assert not (tmp_path / NODE_FILE).exists()
+
+
+def test_tls_where_none_is_spoken_is_no_reason_to_wait(control_plane: ControlPlane) -> None:
+    with pytest.raises(InvalidInput, match="speaks no TLS; write http://"):
+        ask_control_plane(control_plane.url.replace("http:", "https:"), Application("t", "x"))
+
+
+def test_a_certificate_that_is_not_accepted_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = ssl.SSLCertVerificationError("certificate verify failed")
+    refused.verify_message = "self-signed certificate"
+
+    def fail(*_: object, **__: object) -> None:
+        raise httpx.ConnectError("no") from refused
+
+    monkeypatch.setattr(httpx.Client, "post", fail)
+    with pytest.raises(InvalidInput, match=r"not accepted \(self-signed certificate\).*SSL_CERT_FILE"):
+        ask_control_plane("https://tandem.example.com", Application("t", "x"))
 
 
 @pytest.mark.parametrize("answer", ["hello", {"name": "x"}, [1]])
