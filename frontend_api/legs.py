@@ -174,8 +174,7 @@ class AnswerLeg:
                 exchange.account.reader = None
                 if exchange.leg is not None:
                     exchange.leg.cancel()
-                problem = Problem(502, "empty_answer", "The engine ended its answer without a single token.")
-                exchange.advance(steps.Replied(502, openai.error_body(problem)))
+                exchange.advance(steps.Replied(502, openai.error_body(openai.EMPTY_ANSWER)))
                 return
             early = exchange.endpoint.shape is Shape.RESPONSES and not reader.texts
             if announced and self._fetches and not over and self._size < MAX_ANNOUNCEMENT:
@@ -206,8 +205,14 @@ class AnswerLeg:
             if self._status >= 300:
                 exchange.advance(steps.Replied(self._status, body, _retry_after(self._headers)))
                 return
-            body = openai.read_reply(body, exchange.account.usage)
-            exchange.connection.reply(self._status, exchange.answer_headers(self._headers), body)
+            endpoint = exchange.endpoint
+            told = openai.read_reply(
+                body, exchange.account.usage, endpoint.shape if endpoint.generates else Shape.PLAIN
+            )
+            if isinstance(told, openai.NotAnAnswer):
+                exchange.advance(steps.Replied(*told))
+                return
+            exchange.connection.reply(self._status, exchange.answer_headers(self._headers), told)
             exchange.advance(_WHOLE)
         elif not exchange.account.streamed:
             exchange.account.reader = None

@@ -55,6 +55,9 @@ class KvSource(Struct):
 
 
 class Reply(Struct):
+    choices: Raw = ABSENT
+    output: Raw = ABSENT
+    error: Any = None
     usage: Any = None
     kv_transfer_params: Any = None
     ec_transfer_params: Any = None

@@ -408,17 +408,38 @@ def _count(counts: dict[str, Any], name: str, other: str, before: int | None) ->
     return value if type(value) is int and 0 <= value <= _COUNTABLE else before
 
 
-def read_reply(body: bytes, usage: Usage) -> bytes:
-    """A whole JSON reply, its counts read, as the client may see it: without the router's own fields. That they are null
-    tells nothing: then not a byte is changed."""
+class NotAnAnswer(NamedTuple):
+    """A whole reply with status 200 that is an error all the same."""
+
+    status: int
+    body: bytes
+
+
+def read_reply(body: bytes, usage: Usage, shape: Shape = Shape.PLAIN) -> bytes | NotAnAnswer:
+    """A whole reply, its counts read, as the client may see it: without the router's own fields. That they are null tells
+    nothing: then not a byte is changed. `shape`: of an endpoint that generates; what else engines answer need not be JSON."""
     try:
         reply = _reply.decode(body)
     except UNREADABLE:
-        return body
+        if shape is Shape.PLAIN:
+            return body
+        problem = Problem(502, "not_an_answer", "The engine's answer cannot be read: it is no JSON object.")
+        return NotAnAnswer(502, error_body(problem))
+    if shape is not Shape.PLAIN:
+        if reply.error is not None and reply.output is ABSENT:  # a response may tell of an error of its own
+            return NotAnAnswer(_error_status(reply.error), body)
+        if shape in (Shape.CHAT, Shape.TEXT) and bytes(reply.choices) in (b"", b"null", b"[]"):
+            return NotAnAnswer(502, error_body(EMPTY_ANSWER))
     usage.add(reply.usage)
     if reply.kv_transfer_params is None and reply.ec_transfer_params is None:
         return body
     return without_owned(body)
+
+
+def _error_status(error: Any) -> int:
+    """Of an error that an engine reported without one, or with 200."""
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if type(code) is int and 400 <= code < 600 else 500
 
 
 def named_in(query: bytes) -> bytes:
@@ -460,6 +481,9 @@ class Problem(NamedTuple):
     """Seconds."""
     kind: str = ""
     """OpenAI's error type, where the status does not tell it."""
+
+
+EMPTY_ANSWER = Problem(502, "empty_answer", "The engine ended its answer without a single token.")
 
 
 def error_body(problem: Problem, shape: Shape = Shape.PLAIN, *, marked: bool = False) -> bytes:
@@ -514,8 +538,6 @@ def event_error(events: bytes) -> tuple[int, bytes]:
                 error = _error_reply.decode(body).error
             except UNREADABLE:
                 break
-            code = error.get("code") if isinstance(error, dict) else None
-            if type(code) is int and 400 <= code < 600:
-                status = code
+            status = _error_status(error)
             break
     return status, body

@@ -25,7 +25,7 @@ class Used:
 
     def __init__(self, prompt: int | None, cached: int | None, output: int | None, estimated: int = 0) -> None:
         self.prompt = prompt
-        self.cached = cached
+        self.cached = min(cached, prompt) if cached and prompt is not None else cached  # engines may tell nonsense
         self.output = output
         self.estimated = estimated
         """Of prompt and output, those that no engine told of: the router's own count or estimate."""

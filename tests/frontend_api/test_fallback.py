@@ -139,6 +139,8 @@ def cases(stage: str) -> dict[str, Case]:
             "error in the stream": Case(announces(fails=True, at_once=True), f"{stage}-status-500"),
             "error later in the stream": Case(announces(fails=True, at_once=False), f"{stage}-status-500"),
             "stream cut before a token": Case(announces(fails=False, at_once=False), f"{stage}-reset"),
+            "no JSON": Case(says(unary(b"<html>")), f"{stage}-status-502"),
+            "error with status 200": Case(says(unary(ERROR)), f"{stage}-status-500"),
             "empty stream": Case(says(STREAM_HEAD + framed(DONE) + LAST), ""),
         }
     return common | {

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator
+from gzip import compress
 from time import monotonic
 from typing import Any
 
@@ -651,6 +653,44 @@ async def test_a_stream_of_nothing_but_its_end_is_no_answer(make_site: MakeSite,
     assert (site.record.result, site.record.status, site.record.reason) == (Result.FAILED, 502, "aggregated")
 
 
+NO_ANSWERS = {
+    "nothing": unary(b""),
+    "a page": b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 6\r\n\r\n<html>",
+    "null": unary(b"null"),
+    "a list": unary(b"[]"),
+    "half an object": unary(b'{"choices":[{"index":0'),
+    "no content": b"HTTP/1.1 204 No Content\r\n\r\n",
+    "compressed": unary(compress(json.dumps(chat_reply()).encode()), headers="content-encoding: gzip\r\n"),
+    "no choice": unary({"id": "c-1", "choices": []}),
+    "an error": unary({"error": {"message": "boom", "code": 500}}),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", NO_ANSWERS)
+async def test_status_200_alone_makes_no_answer(make_site: MakeSite, name: str, stream: bool) -> None:
+    """Another engine is tried; without one, the client is told."""
+    body = STREAM if stream else PROMPT
+    site = await aggregated(make_site, says(NO_ANSWERS[name]), answer_well)
+    assert (await ask(site.port, CHAT, body)).status == 200
+    await site.settled()
+    failed = "aggregated-status-500 a0" if name == "an error" else "aggregated-status-502 a0"
+    assert (site.record.decode, site.record.tried, site.record.result) == ("a1", (failed,), Result.OK)
+
+    alone = await aggregated(make_site, says(NO_ANSWERS[name]))
+    reply = await ask(alone.port, CHAT, body)
+    assert reply.status == int(failed[-6:-3])
+    await alone.settled()
+    assert (alone.record.result, alone.record.prompt_tokens) == (Result.FAILED, None)
+
+
+async def test_a_stored_response_may_tell_of_an_error_of_its_own(make_site: MakeSite) -> None:
+    body = {"object": "response", "status": "failed", "output": [], "error": {"code": "server_error", "message": "x"}}
+    site = await aggregated(make_site, says(unary(body)))
+    reply = await ask(site.port, "/v1/responses", {"model": "m", "input": "hi"})
+    assert (reply.status, reply.json["status"]) == (200, "failed")
+
+
 TEXT_MARK = event({"type": "content_block_delta"}) + event({"type": "response.output_text.delta", "delta": "x"})
 DIED = {"error": {"message": "died", "type": "x", "param": None, "code": 500}}
 ENDS: dict[str, tuple[str, bytes, bytes]] = {
@@ -814,7 +854,7 @@ async def test_client_gone_while_connecting(alone: Site) -> None:
 async def test_slow_client_pauses_the_engine(make_site: MakeSite, pipelined: bool) -> None:
     """Memory stays bounded: what the client does not take is not read from the engine."""
     written = 0
-    big = b"x" * 30_000_000
+    big = b'{"choices":[{"text":"%b"}]}' % (b"x" * 30_000_000)
 
     async def firehose(heard: Heard, writer: asyncio.StreamWriter) -> None:
         nonlocal written

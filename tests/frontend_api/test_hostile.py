@@ -584,7 +584,7 @@ async def test_a_long_upload_that_goes_on_is_waited_for(make_site: MakeSite) -> 
 async def test_a_client_that_takes_nothing_is_cut_off(make_site: MakeSite, stream: bool) -> None:
     async def firehose(heard: Heard, writer: asyncio.StreamWriter) -> None:
         if not stream:
-            writer.write(unary(b"x" * 20_000_000))
+            writer.write(unary(chat_reply("x" * 20_000_000)))
             return
         writer.write(STREAM_HEAD)
         for _ in range(1_000):
@@ -622,7 +622,7 @@ async def test_a_client_that_takes_its_reply_slowly_gets_all_of_it(make_site: Ma
     size = 60_000_000
 
     async def large(heard: Heard, writer: asyncio.StreamWriter) -> None:
-        writer.write(unary(b"x" * size))
+        writer.write(unary(chat_reply("x" * size)))
 
     site = await make_site()
     await site.engine("a", Role.AGGREGATED, large)
@@ -656,7 +656,7 @@ async def test_a_connection_that_is_to_close_waits_for_no_client_that_takes_noth
     """What is left is little enough to be no sign of a slow client."""
 
     async def large(heard: Heard, writer: asyncio.StreamWriter) -> None:
-        writer.write(unary(b"x" * 1_000_000))
+        writer.write(unary(chat_reply("x" * 1_000_000)))
 
     site = await make_site()
     await site.engine("a", Role.AGGREGATED, large)

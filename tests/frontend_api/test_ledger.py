@@ -16,6 +16,7 @@ from frontend_api import exchange
 from frontend_api.http import upstream
 from frontend_api.http.upstream import Pool
 from frontend_api.legs import AnswerLeg
+from frontend_api.observe.account import Used
 from tests.frontend_api.client import PROMPT, Client, ask
 from tests.frontend_api.conftest import MakeSite, Site, until
 from tests.frontend_api.scripted import PARAMS, Answer, Heard, after, answer_well, chat_reply, unary
@@ -217,3 +218,12 @@ async def test_params_that_no_decode_engine_has_got_yet_are_given_back(
     await site.settled()
     assert [heard.body["max_tokens"] for heard in decode.heard] == [0]
     assert (site.record.result, site.record.stranded) == (Result.ABORTED, 0)
+
+
+def test_no_more_of_a_prompt_was_cached_than_it_has_tokens() -> None:
+    assert [Used(prompt, cached, 3).cached for prompt, cached in ((7, 10**6), (7, 2), (7, None), (None, 2))] == [
+        7,
+        2,
+        None,
+        2,
+    ]

@@ -18,7 +18,7 @@ from frontend_api.routing.view import Deployment
 from frontend_api.routing.waiting import Waiting
 from tests.frontend_api.client import PROMPT, Client, ask
 from tests.frontend_api.conftest import MakeSite, Site, until
-from tests.frontend_api.scripted import Heard, answer_well, unary
+from tests.frontend_api.scripted import Heard, answer_well, chat_reply, unary
 from tests.frontend_api.test_loads import Process
 
 CHAT = "/v1/chat/completions"
@@ -413,7 +413,7 @@ async def test_a_storm_on_several_processes_never_exceeds_the_limit(make_site: M
         most = max(most, now)
         await asyncio.sleep(0)
         now -= 1
-        writer.write(unary({"choices": []}))
+        writer.write(unary(chat_reply()))
 
     gate = Gated()
     sites = await several(make_site, table, gate, policy(3))
