@@ -7,6 +7,7 @@ written, the agent never follows by path: a link could lead to a file that only 
 
 from __future__ import annotations
 
+import errno
 import grp
 import json
 import logging
@@ -188,6 +189,10 @@ def check(user: EngineUser, *, python: Path, state: Path, starts: str = STARTS) 
         user.make_home()
         found, visible = _probe(user, python, state, starts)
     except PermissionError as error:
+        if error.errno == errno.EPERM:
+            raise _refused(
+                "root may not become another user here; give this container the capabilities CHOWN, SETUID and SETGID."
+            ) from None
         if error.filename != str(python):
             raise _refused(f"{error.filename or user.cache}: {error.strerror}") from None
         raise _refused(

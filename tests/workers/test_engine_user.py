@@ -5,15 +5,18 @@ The engine is a script of the system's Python: the checkout's own may lie where 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pwd
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
@@ -32,8 +35,11 @@ from workers.runtimes import EngineRuntime
 from workers.tokenizer_folder import Tokenizer
 
 PYTHON = Path("/usr/bin/python3")
+HELD = int(Path("/proc/self/status").read_text().partition("CapEff:")[2].split()[0], 16)
+NEEDED = {"CHOWN": 0, "SETGID": 6, "SETUID": 7, "SYS_PTRACE": 19}
 as_root = pytest.mark.skipif(
-    os.geteuid() != 0 or not PYTHON.exists(), reason="only root starts processes as another user, with /usr/bin/python3"
+    not (all(HELD >> bit & 1 for bit in NEEDED.values()) and PYTHON.exists()),
+    reason=f"only root starts processes as another user, with {', '.join(NEEDED)} and {PYTHON}",
 )
 
 
@@ -204,6 +210,10 @@ def test_the_code_of_a_models_tokenizer_runs_as_that_user_and_lends_no_file_of_r
     assert not list(Path(tempfile.gettempdir()).glob("tandem-engine-*/tokenizer_config.json"))
 
 
+def refuse(*asked: object, **more: object) -> NoReturn:
+    raise PermissionError(errno.EPERM, "Operation not permitted", str(PYTHON))
+
+
 @as_root
 @pytest.mark.parametrize(
     ("wrong", "says"),
@@ -214,6 +224,8 @@ def test_the_code_of_a_models_tokenizer_runs_as_that_user_and_lends_no_file_of_r
         ("cache", "cannot enter the cache .*set TANDEM_CACHE"),
         ("state", "can enter the state folder .*chmod 700"),
         ("temporary", "cannot use a temporary folder .*set TMPDIR"),
+        ("blind", "may not see here in which folders .* work.*capability SYS_PTRACE"),
+        ("bound", "may not become another user here; give this container the capabilities"),
         ("theirs", "can write in .*/runtimes.*root's alone"),
     ],
 )
@@ -232,6 +244,10 @@ def test_what_would_not_work_or_not_protect_is_told_before_anything_starts(
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     if wrong == "theirs":
         shutil.chown(user.cache / "runtimes", user.uid)
+    if wrong == "blind":
+        monkeypatch.setattr(os, "readlink", refuse)
+    if wrong == "bound":
+        monkeypatch.setattr(subprocess, "Popen", refuse)
     starts = "nothing_of_this_name" if wrong == "checkout" else "json"
     if not wrong:
         engine_user.check(user, python=python, state=state, starts=starts)
