@@ -21,9 +21,9 @@ _ENDS = frozenset(("content-length", "transfer-encoding", "connection", "host", 
 
 
 def refuse_transfers(body: dict[str, Any]) -> None:
-    """The engine finds nobody to fetch the KV from: vLLM answers 500 after five seconds."""
+    """The engine finds another one than it was told of: its handshake fails, and vLLM answers 500."""
     if params := body.get("kv_transfer_params"):
-        params |= {"remote_engine_id": str(uuid.uuid4()), "remote_port": 9}
+        params["remote_engine_id"] = str(uuid.uuid4())
 
 
 def drop_params(body: dict[str, Any]) -> None:
