@@ -110,7 +110,7 @@ class FreeingLeg:
 class AnswerLeg:
     """Relays the answering engine's reply: a stream as it comes, anything else once it is whole."""
 
-    __slots__ = ("_engine", "_exchange", "_fetches", "_headers", "_parts", "_size", "_status")
+    __slots__ = ("_engine", "_exchange", "_fetches", "_headers", "_heard_at", "_parts", "_size", "_status")
 
     def __init__(self, exchange: Exchange, engine: Engine, *, fetches: bool = False) -> None:
         self._exchange = exchange
@@ -121,6 +121,8 @@ class AnswerLeg:
         self._headers: list[tuple[bytes, bytes]] = []
         self._parts: list[bytes] = []
         self._size = 0
+        self._heard_at = 0.0
+        """When what is held back began; monotonic."""
 
     def sending(self) -> None:
         self._exchange.account.sending()
@@ -158,6 +160,11 @@ class AnswerLeg:
         if reader.done and reader.fingerprint:
             self._engine.fingerprint = reader.fingerprint
         over = reader.over
+        leg = exchange.leg
+        if self._fetches and not account.streamed and reader.announced and leg is not None:
+            # the client hears nothing of it: neither pings nor what only announces a token end the engine's silence
+            self._heard_at = self._heard_at or leg.last_byte_at
+            leg.last_byte_at = self._heard_at
         if not events and not over:
             return
         if not exchange.account.streamed:

@@ -13,8 +13,9 @@ import pytest
 from controlplane.fleet.model import Role
 from controlplane.fleet.wire import OnPrefillFailure, Result, RoutingPolicy
 from frontend_api.gate import Router
+from frontend_api.legs import AnswerLeg
 from tests.frontend_api.client import PROMPT, Client, Reply
-from tests.frontend_api.conftest import MakeSite, Site
+from tests.frontend_api.conftest import MakeSite, Site, until
 from tests.frontend_api.scripted import (
     DONE,
     LAST,
@@ -222,6 +223,36 @@ async def test_decode_answers_whatever_fails_before_it(make_site: MakeSite, stag
             assert record.tried[0].startswith(record.fallback_cause + " "), where
             assert reply.headers["x-tandem-fallback"] == record.fallback_cause, where
             assert (record.prefill, (record.decode or "")[0]) == (None, "d"), where
+
+
+async def pings(heard: Heard, writer: asyncio.StreamWriter) -> None:
+    """Begins its stream, and then tells only that it is still there."""
+    writer.write(STREAM_HEAD + framed(ROLE))
+    while True:
+        writer.write(framed(b": ping\n\n"))
+        await writer.drain()
+        await asyncio.sleep(0.001)
+
+
+async def test_signs_of_life_without_a_token_do_not_end_silence(make_site: MakeSite) -> None:
+    """A decode engine that waits for KV which never comes may ping for ever; its client hears none of that."""
+    site = await build(make_site, "transfer", Case(pings, "transfer-silent"), False)
+    async with Client(site.port) as client:
+        client.post("/v1/chat/completions", {**PROMPT, "stream": True}, x_tandem_explain="1")
+        await until(lambda: any(leg._size for leg in legs(site)))
+        began = monotonic()
+        await until(lambda: any(leg._size > 1_000 for leg in legs(site)))
+        for exchange in list(site.router.exchanges):
+            exchange.check(began + site.view.deployments["m"].routing.silence_seconds + 0.01)
+        reply = await asyncio.wait_for(client.reply(), 5)
+    assert (reply.status, reply.headers["x-tandem-fallback"]) == (200, "transfer-silent")
+    assert b"Paris." in reply.body
+
+
+def legs(site: Site) -> list[AnswerLeg]:
+    """Those in motion that answer."""
+    now = [exchange.leg.receiver for exchange in site.router.exchanges if exchange.leg is not None]
+    return [leg for leg in now if isinstance(leg, AnswerLeg)]
 
 
 def decode_heard(site: Site) -> list[Heard]:
