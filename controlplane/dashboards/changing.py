@@ -9,7 +9,6 @@ from django.contrib import messages
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import redirect
 from django.urls import reverse
-from django.views.decorators.http import require_POST
 from msgspec.structs import asdict
 
 from controlplane.access.actors import actor_of
@@ -17,7 +16,7 @@ from controlplane.dashboards import form
 from controlplane.dashboards.asking import ask, mistyped
 from controlplane.dashboards.clash import clash, was_seen
 from controlplane.dashboards.deployments import Changes, overview, routing_values, settings_page
-from controlplane.dashboards.page import is_htmx, page, signed_in
+from controlplane.dashboards.page import is_htmx, page, posted, signed_in
 from controlplane.deployments import queries, services
 from controlplane.fleet import spec
 from controlplane.fleet.errors import Conflict, InvalidInput
@@ -40,7 +39,7 @@ ROUTING_LABELS = {
 
 
 @signed_in
-@require_POST
+@posted
 def scale(request: HttpRequest, name: str) -> HttpResponse:
     """Set one pool's replicas from the number that the reader saw; answers the picture as it is now. What would stop service
     is asked first."""
@@ -61,7 +60,7 @@ def scale(request: HttpRequest, name: str) -> HttpResponse:
 
 
 @signed_in
-@require_POST
+@posted
 def retry(request: HttpRequest, name: str) -> HttpResponse:
     """Try a failed engine again at once; answers the picture as it is now."""
     services.retry(actor=actor_of(request), name=name, engine=request.POST.get("engine", ""))
@@ -71,7 +70,7 @@ def retry(request: HttpRequest, name: str) -> HttpResponse:
 
 
 @signed_in
-@require_POST
+@posted
 def change_document(request: HttpRequest, name: str) -> HttpResponse:
     """Tell what the written document would change (`step` preview), or make it so (`step` apply).
 
@@ -123,7 +122,7 @@ def _full(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @signed_in
-@require_POST
+@posted
 def routing(request: HttpRequest, name: str) -> HttpResponse:
     """Change the routing policy: applies at once, no engine restarts. What somebody else changed in it meanwhile is a clash."""
     actor, sent = actor_of(request), request.POST
@@ -145,7 +144,7 @@ def routing(request: HttpRequest, name: str) -> HttpResponse:
 
 
 @signed_in
-@require_POST
+@posted
 def delete(request: HttpRequest, name: str) -> HttpResponse:
     """Delete after the name was typed: engines drain first, then the row goes."""
     if request.POST.get("name", "").strip() != name:

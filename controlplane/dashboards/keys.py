@@ -11,7 +11,7 @@ from django.contrib import messages
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import redirect
 from django.utils import timezone
-from django.views.decorators.http import require_GET, require_POST
+from django.views.decorators.http import require_GET
 
 from controlplane.access import services
 from controlplane.access.actors import actor_of
@@ -23,7 +23,7 @@ from controlplane.dashboards.asking import ask, mistyped
 from controlplane.dashboards.clash import Clash, clash, seen, was_seen
 from controlplane.dashboards.connect import Connect, connect
 from controlplane.dashboards.looks import Look
-from controlplane.dashboards.page import errors_of, is_htmx, page, problems_of, signed_in
+from controlplane.dashboards.page import errors_of, is_htmx, page, posted, problems_of, signed_in
 from controlplane.deployments import effects, queries
 from controlplane.fleet.errors import Conflict, InvalidInput, Problems, TandemError
 from controlplane.fleet.wire import Scope
@@ -179,7 +179,7 @@ def _limits_of(form: Mapping[str, str], found: Problems) -> dict[str, int | None
 
 
 @signed_in
-@require_POST
+@posted
 def create(request: HttpRequest) -> HttpResponse:
     """A new key; its text stands in this answer and nowhere else. What is wrong is told at the fields of the form."""
     try:
@@ -241,7 +241,7 @@ def _shown(request: HttpRequest, title: str, row: ApiKey, text: str, more: Mappi
 
 
 @signed_in
-@require_POST
+@posted
 def edit(request: HttpRequest, key: str) -> HttpResponse:
     """Set a key's models and the day of its end; no model named: all, no day: never."""
     form, row = request.POST.dict(), services.get_key(key)
@@ -272,7 +272,7 @@ def _names(text: str) -> list[str]:
 
 
 @signed_in
-@require_POST
+@posted
 def limit(request: HttpRequest, key: str) -> HttpResponse:
     """Set a key's limits; an empty field takes a limit away."""
     form, row = request.POST.dict(), services.get_key(key)
@@ -291,7 +291,7 @@ def limit(request: HttpRequest, key: str) -> HttpResponse:
 
 
 @signed_in
-@require_POST
+@posted
 def rotate(request: HttpRequest, key: str) -> HttpResponse:
     """A new secret for the key; its text stands in this answer and nowhere else."""
     overlap = parse_overlap(request.POST.get("overlap", "24h"))
@@ -309,7 +309,7 @@ def rotate(request: HttpRequest, key: str) -> HttpResponse:
 
 
 @signed_in
-@require_POST
+@posted
 def revoke(request: HttpRequest, key: str) -> HttpResponse:
     """End a key for ever, after its name was typed."""
     row = services.get_key(key)

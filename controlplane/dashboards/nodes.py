@@ -7,13 +7,13 @@ from typing import NamedTuple
 from django.contrib import messages
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import redirect
-from django.views.decorators.http import require_GET, require_POST
+from django.views.decorators.http import require_GET
 
 from controlplane.access.actors import actor_of
 from controlplane.dashboards import cards, looks
 from controlplane.dashboards.asking import ask, mistyped
 from controlplane.dashboards.looks import Look
-from controlplane.dashboards.page import errors_of, is_htmx, page, signed_in, whole_number
+from controlplane.dashboards.page import errors_of, is_htmx, page, posted, signed_in, whole_number
 from controlplane.deployments import effects
 from controlplane.deployments import queries as deployments
 from controlplane.deployments.queries import EngineRow
@@ -111,7 +111,7 @@ def _detail(request: HttpRequest, name: str, confirm_error: str = "") -> HttpRes
 
 
 @signed_in
-@require_POST
+@posted
 def cordon(request: HttpRequest, name: str) -> HttpResponse:
     """Take the node out of placement, or back in (`cordoned` 1 or 0)."""
     change = services.cordon if request.POST.get("cordoned") == "1" else services.uncordon
@@ -120,7 +120,7 @@ def cordon(request: HttpRequest, name: str) -> HttpResponse:
 
 
 @signed_in
-@require_POST
+@posted
 def remove(request: HttpRequest, name: str) -> HttpResponse:
     """Forget the node and take its access away, after its name was typed."""
     if request.POST.get("name", "").strip() != name:
@@ -142,7 +142,7 @@ def _refused(request: HttpRequest, error: InvalidInput) -> HttpResponse:
 
 
 @signed_in
-@require_POST
+@posted
 def join_token(request: HttpRequest) -> HttpResponse:
     """A new one-time token inside the command that uses it. Shown in this answer and never again. Whether another machine is to
     take a node over is asked first."""

@@ -16,6 +16,7 @@ from django.http import HttpRequest, HttpResponse
 from django.shortcuts import redirect, render
 from django.urls import reverse
 from django.utils import timezone
+from django.views.decorators.http import require_POST
 
 from controlplane.access.actors import MUST_CHOOSE, actor_of
 from controlplane.access.roles import Actor, Role
@@ -95,6 +96,20 @@ def signed_in(view: View[P]) -> View[P]:
             return failure(request, error)
 
     return cast(View[P], guarded)  # `wraps` keeps the signature, its type does not
+
+
+def posted(view: View[P]) -> View[P]:
+    """Takes what forms send. Whoever only looks at its address, as by Enter in the address bar after an answer, is led to the
+    page of the form."""
+
+    @wraps(view)
+    def guarded(request: HttpRequest, *args: P.args, **kwargs: P.kwargs) -> HttpResponse:
+        if request.method in ("GET", "HEAD") and request.resolver_match is not None:
+            form_page = (request.resolver_match.url_name or "").split("-")[0]
+            return redirect("users" if form_page == "user" else reverse(form_page, args=args, kwargs=kwargs))
+        return require_POST(view)(request, *args, **kwargs)
+
+    return cast(View[P], guarded)
 
 
 def signed_out() -> HttpResponse:

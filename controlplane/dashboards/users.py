@@ -9,13 +9,13 @@ from django.contrib.auth import update_session_auth_hash
 from django.contrib.auth.models import User
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import redirect, render
-from django.views.decorators.http import require_GET, require_http_methods, require_POST
+from django.views.decorators.http import require_GET, require_http_methods
 
 from controlplane.access import users as services
 from controlplane.access.actors import MUST_CHOOSE, actor_of
 from controlplane.access.roles import Role
 from controlplane.dashboards.asking import ask
-from controlplane.dashboards.page import page, signed_in
+from controlplane.dashboards.page import page, posted, signed_in
 from controlplane.fleet.errors import Conflict, InvalidInput
 
 
@@ -45,7 +45,7 @@ def _list(request: HttpRequest, refused: InvalidInput | Conflict | None = None) 
 
 
 @signed_in
-@require_POST
+@posted
 def create(request: HttpRequest) -> HttpResponse:
     """A new user with a one-time password, which stands in this answer and nowhere else."""
     form = request.POST
@@ -64,7 +64,7 @@ def create(request: HttpRequest) -> HttpResponse:
 
 
 @signed_in
-@require_POST
+@posted
 def change(request: HttpRequest, user: str) -> HttpResponse:
     """Another role, or no more sign-in (`active` 0), or again (1)."""
     role, active, seen = (request.POST.get(field) for field in ("role", "active", "seen"))
@@ -88,7 +88,7 @@ def change(request: HttpRequest, user: str) -> HttpResponse:
 
 
 @signed_in
-@require_POST
+@posted
 def reset(request: HttpRequest, user: str) -> HttpResponse:
     """A new one-time password, after a question."""
     actor_of(request).require(Role.ADMIN)

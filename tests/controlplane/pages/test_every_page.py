@@ -137,8 +137,12 @@ def test_every_change_asks_for_its_role(paths: dict[str, str], name: str, role: 
 
 
 @pytest.mark.parametrize("name", sorted(set(CHANGES) - {"deployments-new"}))
-def test_a_change_is_never_a_get(paths: dict[str, str], name: str) -> None:
-    assert signed_in("admin").get(paths[name]).status_code == 405
+def test_a_change_is_never_a_get_which_shows_the_page_of_its_form(paths: dict[str, str], name: str) -> None:
+    client = signed_in("admin")
+    shown = client.get(paths[name])
+    assert shown.status_code == 302
+    assert client.get(shown["Location"]).status_code == 200
+    assert client.put(paths[name]).status_code == 405
 
 
 def test_a_change_needs_its_csrf_token(paths: dict[str, str]) -> None:
