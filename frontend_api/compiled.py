@@ -22,7 +22,7 @@ PACKAGE = Path(__file__).parent
 MODULES = (
     "exchange", "flow", "gate", "legs", "steps", "trace", "verdicts",
     "formats.openai", "formats.sse",
-    "http.heads", "http.outbox", "http.passing", "http.reading", "http.server", "http.upstream",
+    "http.cors", "http.heads", "http.outbox", "http.passing", "http.reading", "http.server", "http.upstream",
     "kv.blocks", "kv.chains", "kv.contents", "kv.debt", "kv.evidence", "kv.index", "kv.names", "kv.predict", "kv.sequence",
     "limits.answers", "limits.reserve", "limits.use", "limits.windows",
     "observe.account",

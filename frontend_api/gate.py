@@ -88,7 +88,8 @@ class Router:
         if path.endswith(b"/"):  # engines send such clients on to the path without it
             path = request.path = path[:-1] or path
         request.cors = self.cors(request)
-        if b"websocket" in request.headers.get(b"upgrade", b"").lower() and not _is_known(path):
+        upgrade = request.headers.get(b"upgrade")
+        if upgrade is not None and b"websocket" in upgrade.lower() and not _is_known(path):
             return Problem(426, "no_websocket", "There are no WebSockets here: send the request by HTTP POST.")
         if request.method == b"OPTIONS":
             return self._check_preflight(request)

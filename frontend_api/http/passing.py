@@ -13,6 +13,7 @@ _KIND = re.compile(
     re.IGNORECASE,
 )
 """What answers are made of. A browser would show and run others."""
+_USUAL_KINDS = frozenset((b"application/json", b"text/event-stream", b"text/event-stream; charset=utf-8"))
 _UNKNOWN_KIND = b"content-type: application/octet-stream\r\n"
 
 
@@ -31,7 +32,8 @@ def down(reply: list[tuple[bytes, bytes]]) -> bytes:
     kind = description = b""
     for name, value in reply:
         if name == b"content-type":
-            kind = b"content-type: %b\r\n" % value if _KIND.fullmatch(value) else _UNKNOWN_KIND
+            known = value in _USUAL_KINDS or _KIND.fullmatch(value) is not None
+            kind = b"content-type: %b\r\n" % value if known else _UNKNOWN_KIND
         elif name == b"metadata":
             description = b"metadata: %b\r\n" % value
     return kind + description

@@ -108,6 +108,8 @@ class Outcomes:
 
     def worked(self, engine: Engine, prefill: Engine | None = None, *, whole: bool = True) -> None:
         """A leg gave what it should. `prefill`: with that engine's KV. `whole`: False: its stream has only begun."""
+        if not self.troubles:
+            return
         if prefill is not None:
             self._turn += 1
             self._working[prefill, engine] = self._turn
