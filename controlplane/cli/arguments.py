@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     )
     create = keys.add_parser("create", help="the key alone goes to standard output, this once")
     create.add_argument("--name", required=True, help="who uses it")
-    create.add_argument("--scope", choices=list(Scope), default=Scope.INFERENCE)
+    create.add_argument("--scope", choices=[scope.value for scope in Scope], default=Scope.INFERENCE)
     create.add_argument("--role", choices=("viewer", "operator", "admin"), help="of a manage key (default: viewer)")
     create.add_argument("--model", action="append", default=[], metavar="SERVED_NAME", help="repeatable; default: all")
     create.add_argument("--expires", default="", metavar="WHEN", help="30d, 12h or 2030-01-31T12:00Z; default: never")

@@ -211,6 +211,11 @@ def test_a_new_password_from_the_shell_forgets_the_attempts() -> None:
     assert sign_in(renewed.getvalue().strip(), user="admin") is not None
 
 
+def test_createkey_names_the_scopes_as_they_are_written() -> None:
+    with pytest.raises(CommandError, match=r"choose from '?inference'?, '?manage'?\)"):
+        call_command("createkey", "--name", "k", "--scope", "all")
+
+
 def test_createkey_takes_limits() -> None:
     quiet = {"stdout": StringIO(), "stderr": StringIO()}
     base = ("createkey", "--name", "k", "--scope", "inference")

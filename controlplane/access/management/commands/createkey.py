@@ -19,7 +19,12 @@ class Command(BaseCommand):
     help = "Create an API key. The key alone goes to stdout, once; only its digest is kept."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("--scope", required=True, choices=list(Scope), help="inference: /v1/; manage: REST and CLI")
+        parser.add_argument(
+            "--scope",
+            required=True,
+            choices=[scope.value for scope in Scope],
+            help="inference: /v1/; manage: REST and CLI",
+        )
         parser.add_argument("--name", required=True, help="who uses it")
         parser.add_argument("--role", choices=[role.label for role in Role], help="manage keys only; default: viewer")
         parser.add_argument(
