@@ -21,6 +21,7 @@ import psutil
 from controlplane.fleet.addresses import reachable
 from controlplane.fleet.config import Config
 from controlplane.fleet.errors import InvalidInput
+from controlplane.fleet.outbound import proxy_for
 
 GIB = 1 << 30
 HOME_BYTES = GIB // 2
@@ -51,6 +52,10 @@ def machine(config: Config) -> list[str]:
         objections.append(
             f"TANDEM_NODE_ADDRESS: {config.node_address} is not an address of this machine; `ip addr` lists those it has."
         )
+    try:
+        proxy_for(f"http://{reachable(config.bind)}:{config.web_port}")  # as this machine's agent will ask
+    except InvalidInput as error:
+        objections.append(error.message)
     objections += disk(config.home_path(), "TANDEM_HOME", HOME_BYTES)
     objections += cache(config)
     if config.runtime != "sim":

@@ -5,6 +5,7 @@ Pure but for looking for a binary and a port. It never listens on a wildcard, an
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import random
 import re
@@ -49,7 +50,7 @@ def choose(config: Config, state: StateFolder) -> EmbeddedRedis:
     addresses = listen_addresses(config.bind, _own_addresses())
     password_file, port_file = state.secrets / "redis_password", state.redis / "port"
     password = state.read(password_file) or secrets.token_hex(32)
-    remembered = int(state.read(port_file) or 0)
+    remembered = _remembered(state, port_file)
     port = config.redis_port or remembered
     moved_from = None
     if not config.redis_port and (not port or not all(_free(address, port) for address in addresses)):
@@ -92,6 +93,15 @@ def listen_addresses(bind: str, own: Iterable[str]) -> tuple[str, ...]:
     else:
         more = [bind]
     return tuple(dict.fromkeys(["127.0.0.1", *more]))
+
+
+def _remembered(state: StateFolder, file: Path) -> int:
+    """The port of last time; 0: none, or the file is damaged."""
+    with contextlib.suppress(ValueError):
+        port = int(state.read(file) or 0)
+        if 0 < port < 65_536:
+            return port
+    return 0
 
 
 def _is_private(address: str) -> bool:

@@ -107,11 +107,13 @@ def test_equal_ports_are_refused(tmp_path: Path) -> None:
     assert [o for o in objections if "TANDEM_REDIS_PORT" in o and "both 9000" in o] == objections[1:]
 
 
-def test_settings_that_no_engine_here_could_have_are_refused(tmp_path: Path) -> None:
+def test_settings_that_no_engine_here_could_have_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "gone"))
     config = Config(engine_ports="8000-8079", node_address="192.0.2.7", runtime="sim", home=str(tmp_path))
-    ports, address = preflight.machine(config)
+    ports, address, certificates = preflight.machine(config)
     assert ports.startswith("TANDEM_ENGINE_PORTS: 8000-8079 holds 8000, which is TANDEM_WEB_PORT's")
     assert address.startswith("TANDEM_NODE_ADDRESS: 192.0.2.7 is not an address of this machine")
+    assert certificates.startswith("SSL_CERT_FILE: ")
 
 
 def test_a_full_disk_names_folder_and_variable(tmp_path: Path) -> None:

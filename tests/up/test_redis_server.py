@@ -56,6 +56,12 @@ def test_port_and_password_are_remembered(state: StateFolder) -> None:
     assert first.port in redis_server.PORTS
 
 
+@pytest.mark.parametrize("damaged", ["", "abc", "-5", "99999", "1e4"])
+def test_a_port_file_that_is_damaged_is_made_anew(state: StateFolder, damaged: str) -> None:
+    state.write(state.redis / "port", damaged)
+    assert choose(Config(), state).port == int(state.read(state.redis / "port")) in redis_server.PORTS
+
+
 def test_a_remembered_port_that_was_taken_is_given_up_and_said(state: StateFolder) -> None:
     first = choose(Config(), state)
     with socket.socket() as thief:
