@@ -76,7 +76,8 @@ def identify(
     file = private_folder(folder) / NODE_FILE
     stored = _read(file)
     outdated = bool(token) and stored is not None and _is_outdated(stored, control_plane)
-    if stored is not None and not outdated and not (token and _has_moved(stored, address, control_plane)):
+    moved = bool(token) and stored is not None and not outdated and _has_moved(stored, address, control_plane)
+    if stored is not None and not outdated and not moved:
         return stored
     if not control_plane:
         raise InvalidInput(
@@ -96,7 +97,7 @@ def identify(
     same = stored is not None and stored.control_plane == control_plane
     application = Application(token, name, address(control_plane), stored.password if stored and same else "")
     try:
-        identity = _await(ask or ask_control_plane, control_plane, application, sleep, stored)
+        identity = _await(ask or ask_control_plane, control_plane, application, sleep, None if moved else stored)
     except Forbidden as error:
         if stored is None or outdated:
             raise

@@ -284,3 +284,23 @@ def test_an_old_token_does_not_stop_a_node_whose_address_changed(tmp_path: Path,
         sleep=lambda _: None,
     )
     assert found == known
+
+
+def test_a_new_address_waits_until_the_name_is_free(
+    tmp_path: Path, control_plane: ControlPlane, redis_url: str
+) -> None:
+    """Its own former agent reported a moment ago; the stored login works, and would keep the former address."""
+    known = Identity("x", test_redis_user.join(redis.Redis.from_url(redis_url), "x"), control_plane.url, "10.0.0.5")
+    (tmp_path / NODE_FILE).write_bytes(msgspec.json.encode(known))
+    in_use = (409, {"error": {"message": "a node named x is reporting now"}})
+    moved = (200, {"name": "x", "redis_url": known.redis_url, "address": "10.0.0.6"})
+    control_plane.answers = [in_use, in_use, moved]
+    found = identify(
+        tmp_path,
+        name="x",
+        control_plane=control_plane.url,
+        token="t",
+        address=lambda _: "10.0.0.6",
+        sleep=lambda _: None,
+    )
+    assert (found.address, len(control_plane.asked)) == ("10.0.0.6", 3)
