@@ -67,18 +67,18 @@ def parser() -> argparse.ArgumentParser:
     listed = keys.add_parser("list", help="all keys with their limits and last use")
     listed.add_argument("-o", "--output", choices=("table", "yaml", "json"), default="table")
     edit = keys.add_parser("edit", help="change a key's models or expiry; what is not named stays")
-    edit.add_argument("id", metavar="ID", help=_KEY_ID)
+    edit.add_argument("key", metavar="KEY", help=_KEY)
     models = edit.add_mutually_exclusive_group()
     models.add_argument("--model", action="append", metavar="SERVED_NAME", help="repeatable: these alone")
     models.add_argument("--all-models", action="store_true", help="every model")
     edit.add_argument("--expires", metavar="WHEN", help="30d, 12h, 2030-01-31T12:00Z or never")
     limit = keys.add_parser("limit", help="change what an inference key may use; what is not named stays")
-    limit.add_argument("id", metavar="ID", help=_KEY_ID)
+    limit.add_argument("key", metavar="KEY", help=_KEY)
     _add_limits(limit)
     rotate = keys.add_parser(
         "rotate", help="a new secret for the same key; it alone goes to standard output, this once"
     )
-    rotate.add_argument("id", metavar="ID", help=_KEY_ID)
+    rotate.add_argument("key", metavar="KEY", help=_KEY)
     rotate.add_argument(
         "--overlap",
         default="24h",
@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
         help="for which the old secret works: 24h, 30m, 7d, 0 (default: 24h)",
     )
     revoke = keys.add_parser("revoke", help="end a key for ever")
-    revoke.add_argument("id", metavar="ID", help=_KEY_ID)
+    revoke.add_argument("key", metavar="KEY", help=_KEY)
     for ends in (rotate, revoke):
         _add_yes(ends)
 
@@ -141,7 +141,7 @@ def _add_yes(command: argparse.ArgumentParser) -> None:
     command.add_argument("-y", "--yes", action="store_true", help="do not ask, also where service stops")
 
 
-_KEY_ID = "tdm-ID-…: the part in the middle"
+_KEY = "its name, or its id (of tdm-ID-… the part in the middle)"
 _LIMIT_HELP = {
     "requests_per_minute": "in any minute",
     "tokens_per_minute": "prompt and output, in any minute",

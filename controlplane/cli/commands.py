@@ -160,12 +160,23 @@ def _list_keys(client: Client, arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _key_id(client: Client, key: str) -> str:
+    """The id of the key that is written by its id, or by a name that no other key has. Raises `InvalidInput`."""
+    known = client.call("GET", "keys")["items"]
+    if any(one["id"] == key for one in known):
+        return key
+    named = [one["id"] for one in known if one["name"] == key and one["revoked_at"] is None]
+    if len(named) > 1:
+        raise InvalidInput(f"several keys are named {key}: write the id of the one, {' or '.join(named)}")
+    return str(named[0]) if named else key
+
+
 def _limit_key(client: Client, arguments: argparse.Namespace) -> int:
     changes = _limits(arguments)
     if not changes:
         names = ", ".join(f"--{field.replace('_', '-')}" for field in BOUNDS)
         raise InvalidInput(f"say what to change: {names}")
-    key = client.call("PATCH", "keys", arguments.id, body=changes)
+    key = client.call("PATCH", "keys", _key_id(client, arguments.key), body=changes)
     print(f"{key['id']} ({key['name']}): {tables.limits(key) or 'unlimited'}")
     return 0
 
@@ -179,7 +190,7 @@ def _edit_key(client: Client, arguments: argparse.Namespace) -> int:
         changes["expires_at"] = until and until.isoformat()
     if not changes:
         raise InvalidInput("say what to change: --model, --all-models, --expires")
-    key = client.call("PATCH", "keys", arguments.id, body=changes)
+    key = client.call("PATCH", "keys", _key_id(client, arguments.key), body=changes)
     expires = key["expires_at"][:16].replace("T", " ") + " UTC" if key["expires_at"] else "never"
     print(f"{key['id']} ({key['name']}): models {', '.join(key['models']) or 'all'}, expires {expires}")
     return 0
@@ -189,7 +200,7 @@ def _rotate_key(client: Client, arguments: argparse.Namespace) -> int:
     body = {"overlap_seconds": parse_overlap(arguments.overlap)}
     if not body["overlap_seconds"]:
         _agree(arguments, "The old secret ends at once: its clients are refused until they have the new one.")
-    key = client.call("POST", "keys", arguments.id, "rotate", body=body)
+    key = client.call("POST", "keys", _key_id(client, arguments.key), "rotate", body=body)
     until = key["old_secret_works_until"]
     told = f"works until {until[:16].replace('T', ' ')} UTC" if until else "has stopped working"
     print(f"The old secret {told}.", file=sys.stderr)
@@ -198,8 +209,9 @@ def _rotate_key(client: Client, arguments: argparse.Namespace) -> int:
 
 
 def _revoke_key(client: Client, arguments: argparse.Namespace) -> int:
-    _agree(arguments, client.call("DELETE", "keys", arguments.id, dry_run="1")["stops"])
-    key = client.call("DELETE", "keys", arguments.id)
+    named = _key_id(client, arguments.key)
+    _agree(arguments, client.call("DELETE", "keys", named, dry_run="1")["stops"])
+    key = client.call("DELETE", "keys", named)
     print(f"{key['id']} ({key['name']}): revoked")
     return 0
 

@@ -182,6 +182,20 @@ def test_keys_are_made_used_and_revoked(tandem: Tandem, monkeypatch: pytest.Monk
     assert "not valid" in tandem("get", "nodes").err
 
 
+def test_a_key_is_named_by_its_name_unless_several_have_it(tandem: Tandem) -> None:
+    first = tandem("keys", "create", "--name", "twin").out.split("-")[1]
+    assert tandem("keys", "limit", "twin", "--concurrency", "2").out.startswith(f"{first} (twin): ")
+    second = tandem("keys", "create", "--name", "twin").out.split("-")[1]
+    refused = tandem("keys", "revoke", "twin", "--yes")
+    assert (refused.code, refused.out) == (1, "")
+    assert "several keys are named twin" in refused.err
+    assert first in refused.err
+    assert second in refused.err
+    assert tandem("keys", "revoke", first, "--yes").code == 0
+    assert tandem("keys", "revoke", "twin", "--yes").out == f"{second} (twin): revoked\n"
+    assert "there is no key twin" in tandem("keys", "revoke", "twin", "--yes").err
+
+
 def test_keys_are_limited_listed_and_rotated(tandem: Tandem) -> None:
     made = tandem("keys", "create", "--name", "limited", "--requests-per-minute", "60", "--priority", "-2").out.strip()
     key = made.split("-")[1]
