@@ -14,6 +14,9 @@ from typing import NamedTuple
 from controlplane.fleet.model import Role
 from controlplane.fleet.plural import plural
 
+NO_TRANSFER = "Serving alone: no KV transfer works, so this engine computes every prompt."
+"""Of a decode engine that serves though none of its pairs works."""
+
 
 class Incarnation(NamedTuple):
     """One process: engine id and attempt."""
@@ -85,7 +88,7 @@ def may_serve(
             False, f"It answers. KV transfers work with {worked} of {plural(len(results), f'{other} engine')} so far."
         )
     if not worked and role is Role.DECODE and who not in accused:
-        return Verdict(True, "Serving alone: no KV transfer works, so this engine computes every prompt.")
+        return Verdict(True, NO_TRANSFER)
     if not worked:
         return Verdict(False, f"It answers, but the KV transfer with every {other} engine failed.")
     broken = len(results) - worked

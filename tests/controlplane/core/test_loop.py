@@ -18,6 +18,7 @@ from controlplane.fleet import wire
 from controlplane.fleet.errors import Conflict, NotFound
 from controlplane.fleet.lifecycle import LIMITS, State, backoff_seconds
 from controlplane.fleet.model import EngineLoad, Phase, Role, Runtime
+from controlplane.fleet.pairing import NO_TRANSFER
 from controlplane.fleet.wire import RouterStatus
 from controlplane.nodes import queries as node_queries
 from controlplane.nodes import services as node_services
@@ -592,6 +593,23 @@ def test_a_pair_that_cannot_transfer_is_told_to_routers_and_people(fleet: Fleet)
     b.broken_pairs = False
     fleet.step()
     assert fleet.snapshot.deployments[0].broken_pairs == (), "a replaced engine has a clean record"
+
+
+def test_a_fleet_where_no_kv_transfer_works_any_more_is_not_well(fleet: Fleet) -> None:
+    """All engines serve, and decode computes every prompt: the deployment is ready, but not as it was asked for."""
+    agent = fleet.join("a")
+    fleet.deploy_ready()
+
+    def told() -> list[tuple[str, ...]]:
+        _, clauses = summary(queries.deployment_rows(), node_queries.node_rows())
+        return [clause.names for clause in clauses if clause.said.startswith("serves, but no KV transfer works")]
+
+    assert told() == []
+    agent.broken_pairs = True
+    fleet.until(lambda: fleet.engine("decode-0").reason == NO_TRANSFER)
+    assert (fleet.status(), told()) == ("ready", [("demo",)])
+    agent.broken_pairs = False
+    fleet.until(lambda: not told())
 
 
 def test_decode_serves_alone_while_prefill_fails(fleet: Fleet) -> None:
