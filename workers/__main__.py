@@ -127,6 +127,7 @@ class Node:
     def __init__(self, config: Config, folder: Path, identity: Identity, user: EngineUser | None) -> None:
         self._config = config
         self._user = user
+        engine_user.warn_of_root(user)
         self._cache = config.cache_path()
         self._address = hardware.choose_address(config.node_address, identity.control_plane)
         if identity.address and identity.address != self._address:

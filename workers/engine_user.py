@@ -165,12 +165,6 @@ def name_of(user: EngineUser | None) -> str:
 def chosen(config: Config) -> EngineUser | None:
     """The user of this agent's engines, tried out. None: the agent's own. Raises `InvalidInput`: a sentence with the remedy."""
     if not config.engine_user:
-        if os.geteuid() == 0:
-            log.warning(
-                "Engines run as root, as this agent does: the code of a model that an admin trusts can read everything here, "
-                "the state folder included. Run the agent as another user, or set %s.",
-                VARIABLE,
-            )
         return None
     if os.geteuid() != 0:
         raise InvalidInput(
@@ -181,6 +175,16 @@ def chosen(config: Config) -> EngineUser | None:
     user = find(config.engine_user, config.cache_path())
     check(user, python=Path(sys.executable), state=config.home_path())
     return user
+
+
+def warn_of_root(user: EngineUser | None) -> None:
+    """Log what it means that engines run as root, if they do. `user`: theirs; None: the agent's own."""
+    if user is None and os.geteuid() == 0:
+        log.warning(
+            "Engines run as root, as this agent does: the code of a model that an admin trusts can read everything here, "
+            "the state folder included. Run the agent as another user, or set %s.",
+            VARIABLE,
+        )
 
 
 def check(user: EngineUser, *, python: Path, state: Path, starts: str = STARTS) -> None:

@@ -86,7 +86,7 @@ def _mini(row: DeploymentRow) -> Mini:
 _SAID = (
     (Status.FAILED, "does not serve: an engine failed.", "do not serve: engines failed."),
     (Status.NOT_SERVING, "does not serve: no decode engine is wanted.", "do not serve: no decode engines are wanted."),
-    (Status.DEGRADED, "serves with fewer engines than wanted.", "serve with fewer engines than wanted."),
+    (Status.DEGRADED, "serves, but not with all that was asked for.", "serve, but not with all that was asked for."),
     (Status.WAITING, "waits for a node with room.", "wait for a node with room."),
     (Status.STARTING, "is starting.", "are starting."),
     (Status.SCALING, "serves while more engines start.", "serve while more engines start."),
@@ -97,12 +97,6 @@ _SAID = (
 
 
 _MISLED = ("routes with poor knowledge of where its KV is.", "route with poor knowledge of where their KV is.")
-
-
-_ALONE = (
-    "serves, but no KV transfer works: decode computes every prompt.",
-    "serve, but no KV transfers work: decode computes every prompt.",
-)
 
 
 class Clause(NamedTuple):
@@ -126,14 +120,11 @@ def summary(rows: Sequence[DeploymentRow], node_rows: Sequence[NodeRow]) -> tupl
         )
     counts = Counter(row.condition.status for row in rows)
     misled = [row.deployment.name for row in rows if row.cache_fails]
-    alone = [row.deployment.name for row in rows if row.transfers_fail]
     clauses = []
     for status, one, several in _SAID:
         names = [row.deployment.name for row in rows if row.condition.status is status]
         if names:
             clauses.append(_clause("deployment", names, one, several))
-        if status is Status.DEGRADED and alone:
-            clauses.append(_clause("deployment", alone, *_ALONE))
         if status is Status.DEGRADED and misled:
             clauses.append(_clause("deployment", misled, *_MISLED))
     gone = [n.node.name for n in node_rows if n.status in (Presence.SILENT, Presence.LOST)]
@@ -145,7 +136,7 @@ def summary(rows: Sequence[DeploymentRow], node_rows: Sequence[NodeRow]) -> tupl
         clauses.append(Clause("", (), 0, f"{who} {'serves' if well == 1 else 'serve'} with all engines."))
     if not rows:
         clauses.append(Clause("", (), 0, "Nothing is deployed."))
-    return _worst(counts, bool(gone or misled or alone)), tuple(clauses)
+    return _worst(counts, bool(gone or misled)), tuple(clauses)
 
 
 def _worst(counts: Counter[Status], troubled: bool) -> Look:
@@ -193,10 +184,7 @@ def fleet(request: HttpRequest) -> HttpResponse:
     node_rows = nodes.node_rows()
     look, clauses = summary(rows, node_rows)
     order = {status: i for i, status in enumerate(looks.SEVERITY)}
-    rows = sorted(
-        rows,
-        key=lambda row: (order[row.condition.status], not (row.cache_fails or row.transfers_fail), row.deployment.name),
-    )
+    rows = sorted(rows, key=lambda row: (order[row.condition.status], not row.cache_fails, row.deployment.name))
     context = {
         "title": "Fleet",
         "look": look,

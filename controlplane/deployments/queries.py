@@ -20,7 +20,6 @@ from controlplane.deployments.world import EngineRecord
 from controlplane.fleet.errors import NotFound, Unavailable
 from controlplane.fleet.lifecycle import HOLDS_NODE, State, backoff_seconds
 from controlplane.fleet.model import Observation, Role, Runtime
-from controlplane.fleet.pairing import NO_TRANSFER
 from controlplane.fleet.plural import plural
 from controlplane.fleet.spec import DeploymentSpec
 from controlplane.fleet.status import Condition
@@ -83,14 +82,6 @@ class DeploymentRow:
     def cache_fails(self) -> bool:
         """It serves, but routes without the evidence that it was asked to route by."""
         return self.condition.serves and self.cache is not None and self.cache.state in ("blind", "degraded")
-
-    @property
-    def transfers_fail(self) -> bool:
-        """It serves, but its decode engines compute every prompt: prefill engines are there and no KV comes from them."""
-        decodes = [
-            row.engine for row in self.engines if row.engine.role == Role.DECODE and row.engine.state == State.READY
-        ]
-        return bool(decodes) and all(engine.reason == NO_TRANSFER for engine in decodes)
 
     @property
     def notices(self) -> list[str]:

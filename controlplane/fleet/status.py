@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from controlplane.fleet.lifecycle import BOOT, State
 from controlplane.fleet.model import Role
+from controlplane.fleet.pairing import NO_TRANSFER
 from controlplane.fleet.plural import plural
 
 
@@ -21,7 +22,7 @@ class Status(StrEnum):
     SCALING = "scaling"
     """It serves, and engines that were just asked for are on their way: no trouble."""
     DEGRADED = "degraded"
-    """It serves, with fewer engines than wanted, or nobody can tell whether it does."""
+    """It serves, with fewer engines than wanted or without KV transfers, or nobody can tell whether it does."""
     FAILED = "failed"
     """It does not serve, and an engine has failed."""
     NOT_SERVING = "not-serving"
@@ -102,6 +103,11 @@ def derive(wanted: Mapping[Role, int], engines: Iterable[EngineView], *, deletin
         return condition(Status.NOT_SERVING, "Not serving: no decode engine is wanted. Scale decode up to serve.")
     missing = [e for e in engines if e.state not in (State.READY, State.DRAINING, State.STOPPING, State.STOPPED)]
     short = {role: count - counts[role] for role, count in wanted.items() if count > counts[role]}
+    alone = [e.reason == NO_TRANSFER for e in engines if e.role is Role.DECODE and e.state is State.READY]
+    if not short and alone and all(alone):
+        return condition(
+            Status.DEGRADED, f"Serving with {_pools(counts)}, but no KV transfer works: decode computes every prompt."
+        )
     if not short:
         return condition(Status.READY, f"Serving with {_pools(counts)}.")
     serves = any(counts.get(role, 0) for role in ANSWERING)

@@ -290,6 +290,7 @@ def test_an_agent_that_is_not_root_is_told_so(monkeypatch: pytest.MonkeyPatch) -
 def test_root_without_the_setting_is_warned(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert chosen(Config()) is None
+    engine_user.warn_of_root(None)
     (warning,) = caplog.messages
     assert "set TANDEM_ENGINE_USER" in warning
 

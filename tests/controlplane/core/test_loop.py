@@ -595,21 +595,21 @@ def test_a_pair_that_cannot_transfer_is_told_to_routers_and_people(fleet: Fleet)
     assert fleet.snapshot.deployments[0].broken_pairs == (), "a replaced engine has a clean record"
 
 
-def test_a_fleet_where_no_kv_transfer_works_any_more_is_not_well(fleet: Fleet) -> None:
-    """All engines serve, and decode computes every prompt: the deployment is ready, but not as it was asked for."""
+def test_where_no_kv_transfer_works_any_more_the_deployment_is_degraded(fleet: Fleet) -> None:
+    """All engines serve, but decode computes every prompt: not what was asked for."""
     agent = fleet.join("a")
     fleet.deploy_ready()
-
-    def told() -> list[tuple[str, ...]]:
-        _, clauses = summary(queries.deployment_rows(), node_queries.node_rows())
-        return [clause.names for clause in clauses if clause.said.startswith("serves, but no KV transfer works")]
-
-    assert told() == []
+    assert fleet.status() == "ready"
     agent.broken_pairs = True
     fleet.until(lambda: fleet.engine("decode-0").reason == NO_TRANSFER)
-    assert (fleet.status(), told()) == ("ready", [("demo",)])
+    (row,) = queries.deployment_rows()
+    assert row.condition.status == "degraded"
+    assert row.condition.serves
+    assert "no KV transfer works: decode computes every prompt." in row.condition.sentence
+    _, clauses = summary([row], node_queries.node_rows())
+    assert clauses[0].names == ("demo",)
     agent.broken_pairs = False
-    fleet.until(lambda: not told())
+    fleet.until(lambda: fleet.status() == "ready")
 
 
 def test_decode_serves_alone_while_prefill_fails(fleet: Fleet) -> None:
