@@ -177,7 +177,7 @@ class Serving:
             if left:  # rather than others, as it may be the request that breaks engines
                 engine = min(left, key=lambda engine: (engine.health is not Health.UP, engine.load))
                 choice = Choice(None, engine, Reason.TRANSFER_FAILED, fallback=True)
-            elif self.unable.intersection(self.deployment.answering) or (yield from self._died_of_it()):
+            elif self._tried_enough() or (yield from self._died_of_it()):
                 break
             else:
                 self.alone = Reason.PREFILL_FAILED
@@ -193,6 +193,11 @@ class Serving:
                 return self.verdict
             self.unable.add(choice.decode)
         return self.verdict or no_engine(self.deployment)
+
+    def _tried_enough(self) -> bool:
+        """Whether no further engine is to compute the prompt and answer it."""
+        answering = self.deployment.answering
+        return len(self.unable.intersection(answering)) >= min(MAX_STRIKES, len(answering))
 
     def _died_of_it(self) -> Generator[Step, Outcome, bool]:
         """Whether an engine that failed on this request takes no connection now."""

@@ -157,6 +157,13 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any], list[Callable[[Clock], O
     "every prefill engine fails": (
         ("p0", "p1", "d0"), {}, [says(Replied(500, b"")), says(Lost(Broken.SILENT, True)), says(None), OK],
         ["p0", "p1", "p0?", "d0"], None),
+    "every prefill engine fails, and one of two decode engines": (
+        ("p0", "p1", "d0", "d1"), {},
+        [says(Replied(500, b"")), says(Lost(Broken.SILENT, True)), says(None), says(Replied(500, b"")), says(None), says(None), OK],
+        ["p0", "p1", "p0?", "d0", "p0?", "d0?", "d1"], None),
+    "every prefill engine fails, and two of three decode engines": (
+        ("p0", "d0", "d1", "d2"), {}, [says(Replied(500, b""))] * 2 + [says(None)] * 2 + [says(Replied(500, b""))],
+        ["p0", "d1", "p0?", "d1?", "d2"], (PassOn, 500)),
     "every prefill engine breaks off, and lives": (
         ("p0", "p1", "d0"), {}, [says(RESET), says(RESET), says(None), says(None), OK],
         ["p0", "p1", "p0?", "p1?", "d0"], None),
