@@ -33,7 +33,7 @@ from workers.agent import Agent
 from workers.app import WakeWorker
 from workers.claim import Claimant
 from workers.engine_user import EngineUser
-from workers.join import Identity, identify, is_replaced
+from workers.join import Identity, identify, why_over
 from workers.launch import Launcher, Progress
 from workers.logs import LogShipper, Source
 from workers.mailbox import RedisMailbox, connect
@@ -159,7 +159,7 @@ class Node:
             launcher=launcher,
             facts=self._facts,
             claimant=self._claimant,
-            replaced=partial(is_replaced, identity),
+            why_over=partial(why_over, identity),
         )
         self._shipper = LogShipper(identity.name, connect(identity.redis_url), self._logs)
         self._shelf = TokenizerShelf(identity.name, connect(identity.redis_url), self._tokenizers)

@@ -53,7 +53,7 @@ class Agent:
         launcher: Launcher,
         facts: Callable[[], NodeFacts],
         claimant: Claimant | None = None,
-        replaced: Callable[[], bool] = lambda: False,
+        why_over: Callable[[], str] = lambda: "",
         pace: Pace = Pace(),  # noqa: B008 (frozen)
         chance: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -65,7 +65,7 @@ class Agent:
         self._facts = facts
         self._claimant = claimant
         self._claimed_at = -REPORT_EVERY
-        self._replaced = replaced
+        self._why_over = why_over
         self._refused_at: float | None = None
         self._outdone = False
         self.unfit = ""
@@ -216,17 +216,17 @@ class Agent:
         return ""
 
     def _ask_standing(self) -> None:
-        """Gives up where the login is refused because another machine is this node now: its engines here are nobody's."""
+        """Gives up where the login is refused because this machine is the node no more: its engines here are nobody's."""
         now = self._clock()
         if self._refused_at is None:
             self._refused_at = now
         elif now - self._refused_at >= ASK_STANDING_EVERY:
             self._refused_at = now
-            if self._replaced():
+            if why := self._why_over():
                 self._outdone = True
                 self.give_up(
-                    f"Another machine has joined as node {self.node}. This one's access and engines have ended: to use it again, "
-                    f"remove the folder agents/{self.node} from its TANDEM_HOME, and let it join by another TANDEM_NODE_NAME."
+                    f"{why} This machine's access and engines have ended. To use it again, remove the folder agents/{self.node} "
+                    "from its TANDEM_HOME and let it join with a new token (as another TANDEM_NODE_NAME if that one is taken)."
                 )
 
     def _note_applied(self, plan: NodePlan) -> str:

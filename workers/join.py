@@ -144,18 +144,21 @@ def ask_control_plane(url: str, application: Application) -> Identity | None:
     raise refused(f"The control plane refused to let this node join: {_message(answer)}")
 
 
-def is_replaced(identity: Identity) -> bool:
-    """Whether another machine has joined by this node's name since. False also where nobody answers."""
+def why_over(identity: Identity) -> str:
+    """Why this machine is that node no more: a sentence. Empty: it is, or nobody answers."""
     url = identity.control_plane
     if not url or not identity.password:
-        return False
+        return ""
     asked = {"name": identity.name, "password": identity.password}
     try:
         with httpx.Client(transport=httpx.HTTPTransport(proxy=proxy_for(url)), timeout=ASK_TIMEOUT_SECONDS) as client:
             answer = client.post(f"{url}/api/v1/nodes/standing", json=asked)
-            return answer.is_success and answer.json().get("replaced") is True
+            told = answer.json() if answer.is_success else {}
+            if told.get("replaced") is True:
+                return f"Another machine has joined as node {identity.name}."
+            return f"Node {identity.name} was removed." if told.get("removed") is True else ""
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, AttributeError):
-        return False
+        return ""
 
 
 def _tls_objection(error: BaseException) -> str | None:

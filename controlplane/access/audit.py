@@ -24,3 +24,8 @@ def entries(*, limit: int = 50, before: int | None = None) -> list[AuditEntry]:
 def last_change(target: str) -> AuditEntry | None:
     """The newest row about one thing."""
     return AuditEntry.objects.filter(target=target).order_by("-pk").first()
+
+
+def was_done(*, action: str, target: str) -> bool:
+    """Whether anybody ever did this to that thing."""
+    return AuditEntry.objects.filter(action=action, target=target).exists()

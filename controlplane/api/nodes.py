@@ -84,9 +84,11 @@ class NodeStanding(ApiView):
         operation_id="nodeStanding", auth=[], request=requests.Standing, responses=resources.StandingResource
     )
     def post(self, request: Request) -> Response:
-        """Asked by an agent whose login Redis refuses: whether that is for good, because another machine is this node now."""
-        replaced = services.is_replaced(**self.checked(requests.Standing))
-        return Response(resources.StandingResource({"replaced": replaced}).data)
+        """Asked by an agent whose login Redis refuses: whether that is for good, because another machine is this node now, or an
+        admin removed it."""
+        asked = self.checked(requests.Standing)
+        told = {"replaced": services.is_replaced(**asked), "removed": services.is_removed(asked["name"])}
+        return Response(resources.StandingResource(told).data)
 
 
 class JoinTokens(ApiView):

@@ -235,6 +235,7 @@ class JoinedResource(serializers.Serializer[Any]):
 
 class StandingResource(serializers.Serializer[Any]):
     replaced = serializers.BooleanField(help_text="Another machine has joined by this name since.")
+    removed = serializers.BooleanField(help_text="An admin removed this node, and none has joined by its name since.")
 
 
 class JoinTokenResource(serializers.Serializer[Any]):

@@ -25,6 +25,8 @@ from controlplane.nodes.models import JoinToken, Node
 from controlplane.nodes.presence import Presence, presence
 from controlplane.nodes.queries import silent_seconds
 
+REMOVED = "node.remove"
+"""Action in the audit."""
 MAX_TOKEN_HOURS = 24 * 7
 
 
@@ -143,6 +145,11 @@ def is_replaced(*, name: str, password: str) -> bool:
     return bool(digest) and not hmac.compare_digest(_digest(password), str(digest))
 
 
+def is_removed(name: str) -> bool:
+    """Whether an admin removed the node of that name, and none has joined by it since."""
+    return not Node.objects.filter(name=name).exists() and audit.was_done(action=REMOVED, target=name)
+
+
 def cordon(*, actor: Actor, name: str) -> Node:
     """Give the node no new engines; those it runs go on. Raises `Forbidden` (needs operator) or `NotFound`."""
     return _set_cordoned(actor, name, True)
@@ -169,7 +176,7 @@ def remove(*, actor: Actor, name: str, untrusted: bool = False) -> None:
         raise Conflict(
             f"{name} runs {plural(running, 'engine')}: cordon it and scale them away, or stop its agent first"
         )
-    audit.record(actor=actor, action="node.remove", target=name, engines=running, untrusted=untrusted)
+    audit.record(actor=actor, action=REMOVED, target=name, engines=running, untrusted=untrusted)
     node.delete()
     if untrusted:
         publish.current().shut_out(name)

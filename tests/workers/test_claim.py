@@ -98,13 +98,13 @@ def test_without_redis_the_agent_goes_on(tmp_path: Path, node: Node) -> None:
     up(node, assignment("d", Role.DECODE))
 
 
-def test_an_agent_whose_node_another_machine_has_become_ends(
+def test_an_agent_whose_machine_is_the_node_no_more_ends(
     client: redis.Redis, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its login is refused: that alone ends nothing, as Redis forgets its users when it restarts."""
     monkeypatch.setattr(agent_module, "ASK_STANDING_EVERY", 0.1)
-    replaced = [False]
-    node.agent._replaced = lambda: replaced[0]
+    over = [""]
+    node.agent._why_over = lambda: over[0]
     (seen,) = up(node, assignment("d", Role.DECODE))
     reports = len(node.mailbox.reports)
 
@@ -117,9 +117,9 @@ def test_an_agent_whose_node_another_machine_has_become_ends(
     until(lambda: len(node.mailbox.reports) > reports)
     assert not node.agent.unfit
     assert running(seen.pid)
-    replaced[0] = True
+    over[0] = "Node x was removed."
     until(lambda: not loop.is_alive())
-    assert node.agent.unfit.startswith("Another machine has joined as node x.")
+    assert node.agent.unfit.startswith("Node x was removed. This machine's access and engines have ended.")
 
 
 def test_redis_refusing_a_login_is_told_apart_from_redis_being_away(client: redis.Redis, redis_url: str) -> None:

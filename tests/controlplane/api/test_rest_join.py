@@ -83,17 +83,20 @@ def test_an_outsider_learns_nothing_from_a_join(db: None) -> None:
     assert refused[0]["message"] == refused[1]["message"], "nor which names there are"
 
 
-def test_an_agent_learns_that_another_machine_is_its_node_now_and_nothing_else() -> None:
-    def standing(name: str, password: str) -> bool:
+def test_an_agent_learns_that_its_machine_is_the_node_no_more_and_nothing_else() -> None:
+    def standing(name: str, password: str) -> list[str]:
         answer = call(Client(), "POST", "nodes/standing", {"name": name, "password": password})
         assert answer.status_code == 200
-        replaced: bool = answer.json()["replaced"]
-        return replaced
+        return [name for name, holds in answer.json().items() if holds]
 
     first = join("10.0.0.7").json()["redis_url"].split(":")[2].split("@")[0]
-    assert not standing("n7", first)
-    assert not standing("unknown", "anything"), "who was removed may join again"
+    assert standing("n7", first) == []
+    assert standing("unknown", "anything") == [], "a database that was restored may have forgotten it"
     taken = services.create_join_token(actor=SYSTEM, node="n7")
     Node.objects.update(last_report_at=None)
     join("10.0.0.8", token=taken)
-    assert standing("n7", first)
+    assert standing("n7", first) == ["replaced"]
+    services.remove(actor=SYSTEM, name="n7", untrusted=True)
+    assert standing("n7", first) == ["removed"]
+    join("10.0.0.9")
+    assert standing("n7", first) == ["replaced"]
